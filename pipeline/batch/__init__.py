@@ -1,0 +1,1 @@
+"""Batch: which rows go to which trainer rank and micro-batch."""

@@ -1,0 +1,47 @@
+"""The root of the configuration tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pekoe.pipeline.config.actor import ActorConfig
+from pekoe.pipeline.config.cluster import ClusterConfig
+from pekoe.pipeline.config.dataset import DatasetConfig
+from pekoe.pipeline.config.fields import setting
+from pekoe.pipeline.config.generation import GenerationConfig
+from pekoe.pipeline.config.rollout import RewardConfig, RolloutConfig, WorkflowConfig
+from pekoe.pipeline.config.schedule import (
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    StatsLoggerConfig,
+    WeightsConfig,
+)
+
+
+@dataclass
+class RunConfig:
+    """One run. Every key may be set in YAML or as key=value on the command line."""
+
+    experiment_name: str = setting("experiment", "first part of the run directory")
+    trial_name: str = setting("trial", "second part of the run directory")
+    task: str = setting("rl", "kind of run", choices=("rl",))
+    seed: int = setting(1, "seed of the run: order of data, sampling, initialisation", minimum=0)
+    allocation: str = setting("", "ranks of each role, e.g. hf:d1+fsdp:d1 (split) or hf:d2|fsdp:d2 (colocated)")
+    tokenizer_path: str | None = setting(None, "tokenizer folder; null = actor.path")
+    total_train_epochs: int = setting(1, "passes over train_dataset", minimum=1)
+    total_train_steps: int | None = setting(None, "training steps; null = as the epochs give", minimum=1)
+    cluster: ClusterConfig = setting(ClusterConfig, "where and on what the run lives")
+    train_dataset: DatasetConfig = setting(DatasetConfig, "prompts to train on")
+    valid_dataset: DatasetConfig | None = setting(None, "prompts to evaluate on")
+    gconfig: GenerationConfig = setting(GenerationConfig, "sampling for training")
+    eval_gconfig: GenerationConfig | None = setting(None, "sampling for evaluation; null = as gconfig")
+    rollout: RolloutConfig = setting(RolloutConfig, "rollout side")
+    workflow: WorkflowConfig = setting(WorkflowConfig, "what an episode does")
+    reward: RewardConfig = setting(RewardConfig, "how completions are judged")
+    actor: ActorConfig = setting(ActorConfig, "the trained model")
+    weights: WeightsConfig = setting(WeightsConfig, "weight transfer")
+    saver: SaverConfig = setting(SaverConfig, "Hugging Face exports")
+    recover: RecoverConfig = setting(RecoverConfig, "checkpoints")
+    evaluator: EvaluatorConfig = setting(EvaluatorConfig, "evaluation beside training")
+    stats_logger: StatsLoggerConfig = setting(StatsLoggerConfig, "metrics and display")

@@ -1,0 +1,51 @@
+"""`saver`, `recover`, `evaluator`: what happens at an interval; `weights`, `stats_logger`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pekoe.pipeline.config.fields import setting
+
+
+@dataclass
+class SaverConfig:
+    """Hugging Face exports."""
+
+    freq_steps: int | None = setting(None, "export every so many steps; null = only at the end", minimum=1)
+    at_end: bool = setting(True, "export when training is done")
+
+
+@dataclass
+class RecoverConfig:
+    """Checkpoints for resuming."""
+
+    freq_steps: int | None = setting(None, "checkpoint every so many steps; null = only on a signal and at the end", minimum=1)
+    keep: int = setting(2, "complete checkpoints kept", minimum=1)
+
+
+@dataclass
+class EvaluatorConfig:
+    """Evaluation on `valid_dataset` beside training."""
+
+    freq_steps: int | None = setting(None, "evaluate every so many steps; null = never", minimum=1)
+    at_start: bool = setting(False, "evaluate before the first step")
+    at_end: bool = setting(False, "evaluate after the last step")
+    block: bool = setting(False, "training and rollout wait, so that one version is measured")
+    n_samples: int = setting(1, "completions per example", minimum=1)
+
+
+@dataclass
+class WeightsConfig:
+    """Weight transfer."""
+
+    bucket_mib: int = setting(64, "size of a bucket", minimum=1)
+    ready_seconds: float = setting(60.0, "how long engines have to stop at a token", above=0)
+    bucket_seconds: float = setting(120.0, "time limit of one bucket", above=0)
+
+
+@dataclass
+class StatsLoggerConfig:
+    """Metrics and the progress display."""
+
+    tensorboard: bool = setting(True, "write TensorBoard events beside JSON lines")
+    progress: str = setting("auto", "live display on the head", choices=("auto", "live", "lines", "off"))

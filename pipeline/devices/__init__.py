@@ -1,0 +1,1 @@
+"""Devices: cpu, cuda, npu. The only place that names a vendor."""

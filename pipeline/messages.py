@@ -1,0 +1,308 @@
+"""The control plane's wire format: every message that ranks send each other, and the two verbs that carry them.
+
+Messages are small by construction (<= 1 MiB): an assignment carries an example's index, a notice carries a shard's path
+and a few numbers per sequence. They lie on the floor because control, rollout and train all speak them.
+
+    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, AbandonWeights, Phase, Stop
+    rollout -> head    Hello, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
+    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, Stop
+    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved
+    any   -> head      Heartbeat
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Protocol
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Root of all messages; the tag is the class name."""
+
+
+class Hello(Message):
+    """A role is ready to work: its models are loaded and its groups are formed."""
+
+    role: str
+    version: int
+
+
+class Endpoint(Message):
+    """The owner of a named meeting point has bound its port (trainer rank 0 tells the other trainer ranks)."""
+
+    name: str
+    address: str
+    """host:port"""
+
+
+class Assign(Message):
+    """Run the episodes of one prompt."""
+
+    group: int
+    try_number: int
+    example: int
+    n_samples: int
+    min_version: int
+    """Sample nothing with weights older than this."""
+
+
+class AssignEvaluation(Message):
+    """Run an evaluation episode of one validation example; never trained on, never counted by admission."""
+
+    evaluation: int
+    """Version at which the evaluation was asked for: its name."""
+    example: int
+    n_samples: int
+
+
+class Flush(Message):
+    """Publish the open shard now: the trainer is starving."""
+
+
+class Cancel(Message):
+    """Stop the episodes of a group; its slot was given back already."""
+
+    group: int
+    try_number: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What the head must know of one published sequence to plan a batch and to normalise its reward."""
+
+    row: int
+    sample: int
+    length: int
+    num_active: int
+    """Tokens with loss_mask 1."""
+    reward: float
+    min_version: int
+    max_version: int
+    truncated: bool
+
+
+class PublishedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """One group of a published shard."""
+
+    group: int
+    try_number: int
+    rows: tuple[Row, ...]
+
+
+class Published(Message):
+    """A shard is visible under `path` (relative to the run directory)."""
+
+    path: str
+    groups: tuple[PublishedGroup, ...]
+
+
+class Rejected(Message):
+    """The episodes of a group gave nothing to train on."""
+
+    group: int
+    try_number: int
+    reason: str
+    """`error`, `timeout`, `none` (the workflow returned None), `too_long`."""
+    detail: str = ""
+    """Traceback or the like, at most a few thousand characters."""
+
+
+class Evaluated(Message):
+    """Result of one evaluation example."""
+
+    evaluation: int
+    example: int
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    truncated: tuple[bool, ...]
+    min_version: int
+    max_version: int
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, shape and dtype (`float32`, `bfloat16`, …) of one tensor, in Hugging Face names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class PrepareWeights(Message):
+    """Stop at a token and answer WeightsReady."""
+
+    version: int
+    epoch: int
+    """Number of the transfer group; a new one means: form a new group with `members`."""
+    members: tuple[int, ...]
+    """World ranks of the transfer group, the sender first."""
+    endpoint: str
+    """Where the sender waits for the members of this epoch (`host:port`; empty for a transport that needs none)."""
+    tensors: tuple[TensorSpec, ...]
+    """In sending order; empty when unchanged since this epoch began."""
+
+
+class WeightsReady(Message):
+    version: int
+    epoch: int
+    version_held: int = -1
+
+
+class AbandonWeights(Message):
+    """The transfer of this version will not happen: go on with the weights that you have."""
+
+    version: int
+
+
+class PublishWeights(Message):
+    """To trainer ranks: stream the weights of `version` now; the sender alone feeds the transfer group."""
+
+    version: int
+    epoch: int
+    members: tuple[int, ...]
+
+
+class WeightsSent(Message):
+    """From the sending trainer rank."""
+
+    version: int
+    seconds: float
+    error: str = ""
+
+
+class WeightsLoaded(Message):
+    """From an engine: it serves `version` now (or why not)."""
+
+    version: int
+    seconds: float
+    error: str = ""
+
+
+class Phase(Message):
+    """Colocated ranks: `train` = stop at a token, keep unfinished sequences, sleep; `rollout` = wake and go on."""
+
+    name: str
+    version: int
+
+
+class PhaseReached(Message):
+    name: str
+    version: int
+
+
+class PlannedRow(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence of a batch, with what was computed over the whole batch on the head."""
+
+    shard: int
+    """Index into Plan.shards."""
+    row: int
+    group: int
+    length: int
+    advantage: float
+    """Reward after bias, scaling, clip and normalisation: goes on the last active token."""
+
+
+class Plan(Message):
+    """What one trainer rank computes in a step: read and verify these rows, answer RowsRead, wait for Commit or Replan."""
+
+    version: int
+    """The step at version v makes version v+1."""
+    round: int
+    """0, 1, … : plans of the same step after bad rows were replaced."""
+    shards: tuple[str, ...]
+    minibatches: tuple[tuple[tuple[PlannedRow, ...], ...], ...]
+    """[minibatch][micro-batch][row]; every rank has the same number of micro-batches, some may be empty."""
+    num_active: tuple[int, ...]
+    """Global number of active tokens of each minibatch, over all ranks: the token-mean denominator."""
+    num_sequences: tuple[int, ...]
+    """Global number of sequences of each minibatch."""
+
+
+class RowsRead(Message):
+    version: int
+    round: int
+    bad: tuple[tuple[str, int, str], ...] = ()
+    """(shard, row, reason) of rows that could not be read; their whole groups are replaced."""
+
+
+class Commit(Message):
+    """Every rank has its rows: train. No trainer collective happens before this."""
+
+    version: int
+    round: int
+
+
+class Replan(Message):
+    """Forget the plan of this round: another one comes."""
+
+    version: int
+    round: int
+
+
+class StepDone(Message):
+    """A trainer rank finished the step; `stats` (already reduced over the ranks) come from trainer rank 0 only."""
+
+    version: int
+    """The new version."""
+    seconds: float
+    stats: dict[str, float] = {}
+
+
+class Save(Message):
+    """Write a checkpoint of `version`; `state` is the controller's snapshot at the step boundary (written by the head)."""
+
+    version: int
+    state: bytes = b""
+
+
+class Saved(Message):
+    version: int
+    seconds: float
+    error: str = ""
+
+
+class Export(Message):
+    """Write a Hugging Face folder of `version`."""
+
+    version: int
+    path: str
+
+
+class Stop(Message):
+    """The run is over (or stops here): leave your loops, close, exit 0."""
+
+    reason: str
+
+
+class Heartbeat(Message):
+    """Who is alive, and what it is doing since when (its own clock)."""
+
+    rank: int
+    role: str
+    host: str
+    pid: int
+    counter: int
+    phase: str
+    phase_seconds: float
+    version: int
+    gauges: dict[str, float] = {}
+    """Queue sizes, tokens/s, oldest running episode's age …"""
+
+
+Inbox = queue.SimpleQueue[tuple[int, Message]]
+"""(source rank, message), in the order of arrival; order is kept per source."""
+
+
+class Post(Protocol):
+    """The two verbs of the post office (`launch/postoffice.py`); both may be called from any thread."""
+
+    rank: int
+    size: int
+
+    def send(self, to: int, message: Message) -> None:
+        """Queues a message and returns at once; to == rank delivers locally. Raises when the outbox bound is hit."""
+        ...
+
+    def inbox(self, *kinds: type[Message]) -> Inbox:
+        """A queue that gets every message of these kinds; each kind has exactly one inbox on a rank."""
+        ...

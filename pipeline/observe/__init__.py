@@ -1,0 +1,1 @@
+"""Observe: metrics, progress, heartbeats, status and the report of a run."""

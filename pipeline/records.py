@@ -1,0 +1,192 @@
+"""The words of the product as small record types; every stage fills or reads these, and nothing else.
+
+Legend of shapes: T tokens of one sequence, M tokens of many sequences laid end to end, S sequences.
+Everything is in token alignment: index t of any array speaks of token t itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt8 = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+POSITION_BITS = 40
+
+
+def group_number(epoch: int, position: int) -> int:
+    """The admission number of a group as one int64: numeric order is the cursor's order."""
+    if not 0 <= epoch < 1 << (62 - POSITION_BITS) or not 0 <= position < 1 << POSITION_BITS:
+        raise ValueError(f"epoch {epoch}, position {position}: out of the range of an admission number")
+    return epoch << POSITION_BITS | position
+
+
+def epoch_and_position(group: int) -> tuple[int, int]:
+    """Inverse of `group_number`."""
+    return group >> POSITION_BITS, group & ((1 << POSITION_BITS) - 1)
+
+
+def sampling_seed(run_seed: int, group: int, try_number: int, sample: int, call: int = 0) -> int:
+    """Seed of one completion: a 63-bit hash of (run, group, try, sample, call in the episode)."""
+    text = f"{run_seed}/{group}/{try_number}/{sample}/{call}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Finish(enum.IntEnum):
+    """Why a completion ended."""
+
+    STOP = 0
+    """An end token, a stop token or a stop string was sampled (it is kept, with its log-prob)."""
+    LENGTH = 1
+    """`max_new_tokens` or the context limit was reached: the sequence is truncated."""
+    ABORT = 2
+    """Cancelled before its end; never trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of a dataset."""
+
+    index: int
+    """Row in the dataset: an assignment carries this, not the content."""
+    name: str
+    """Stable id for people (`gsm8k/train/17`)."""
+    messages: tuple[dict[str, str], ...]
+    """Chat messages `{"role", "content"}` that make the prompt."""
+    data: dict[str, Any]
+    """What the reward needs: passed to the reward function as keyword arguments (`answer`, …)."""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One sequence: prompt and sampled tokens, with what training needs to know of each token."""
+
+    tokens: Int32  # [T]
+    loss_mask: UInt8  # [T] 1 = sampled by the policy
+    logprobs: Float32  # [T] behaviour log-probs at the sampling temperature; 0 where loss_mask is 0
+    versions: Int32  # [T] weight version that sampled the token; -1 where loss_mask is 0
+    turns: Int32  # [T] turn in which it was sampled, from 0; -1 where loss_mask is 0
+    prompt_length: int
+    reward: float
+    finish: Finish
+    seed: int = 0
+    sample: int = 0
+    """Which episode of the group made it."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Free JSON for people: score details, workflow notes."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish == Finish.LENGTH
+
+    def check(self) -> None:
+        """Raises ValueError unless the arrays agree in length, are finite, and something was sampled."""
+        n = len(self.tokens)
+        for name in ("loss_mask", "logprobs", "versions", "turns"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"trajectory: {name} has {len(getattr(self, name))} entries for {n} tokens")
+        active = self.loss_mask.astype(bool)
+        if not active.any():
+            raise ValueError("trajectory: no token was sampled (loss_mask is 0 everywhere)")
+        if active[0] or not 0 < self.prompt_length < n:
+            raise ValueError(f"trajectory: prompt_length {self.prompt_length} of {n} tokens; the first token is never sampled")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
+            raise ValueError("trajectory: a log-prob is not finite or is positive")
+        if not np.isfinite(self.reward):
+            raise ValueError(f"trajectory: reward {self.reward} is not finite")
+        if (self.versions[active] < 0).any() or (self.versions[~active] != -1).any():
+            raise ValueError("trajectory: versions must be >= 0 on sampled tokens and -1 elsewhere")
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one prompt, accepted or rejected together."""
+
+    number: int
+    """Admission number, see `group_number`."""
+    try_number: int
+    example: str
+    """Name of the example."""
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKey:
+    """Where one sequence lies: a shard (path relative to the run directory) and its row in it."""
+
+    shard: str
+    row: int
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Sequences laid end to end: what a trainer engine computes on. Plain numpy, no padding."""
+
+    tokens: Int32  # [M]
+    cu_seqlens: Int32  # [S+1] starts at 0, ends at M
+    loss_mask: UInt8  # [M]
+    logprobs: Float32  # [M] behaviour log-probs
+    versions: Int32  # [M]
+    turns: Int32  # [M]
+    rewards: Float64  # [S] as the reward function gave them
+    groups: Int64  # [S] admission numbers
+    samples: Int32  # [S]
+    truncated: UInt8  # [S]
+    extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Further token- or sequence-aligned arrays by name (`advantages` [M], `prox_logprobs` [M], …)."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Int32:
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def position_ids(self) -> Int32:
+        """[M] positions that restart at 0 in each sequence."""
+        starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
+        return (np.arange(self.num_tokens, dtype=np.int32) - starts).astype(np.int32)
+
+    @property
+    def sequence_index(self) -> Int32:
+        """[M] which sequence a token belongs to."""
+        return np.repeat(np.arange(self.num_sequences, dtype=np.int32), self.lengths)
+
+
+def pack(rows: Sequence[tuple[int, Trajectory]]) -> PackedBatch:
+    """Lays trajectories end to end; `rows` are (group number, trajectory). An empty list gives an empty batch."""
+    trajectories = [trajectory for _, trajectory in rows]
+
+    def flat(name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        arrays = [getattr(t, name) for t in trajectories]
+        return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
+
+    lengths = np.array([len(t.tokens) for t in trajectories], dtype=np.int32)
+    return PackedBatch(
+        tokens=flat("tokens", np.int32),
+        cu_seqlens=np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)]),
+        loss_mask=flat("loss_mask", np.uint8),
+        logprobs=flat("logprobs", np.float32),
+        versions=flat("versions", np.int32),
+        turns=flat("turns", np.int32),
+        rewards=np.array([t.reward for t in trajectories], dtype=np.float64),
+        groups=np.array([group for group, _ in rows], dtype=np.int64),
+        samples=np.array([t.sample for t in trajectories], dtype=np.int32),
+        truncated=np.array([t.truncated for t in trajectories], dtype=np.uint8),
+    )

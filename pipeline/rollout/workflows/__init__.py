@@ -1,0 +1,1 @@
+"""Workflows, one file each, behind `rollout/workflow.py`."""

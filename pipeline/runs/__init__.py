@@ -1,0 +1,1 @@
+"""Runs: each file wires the stages for one kind of run; its docstring draws the flow."""

@@ -1,0 +1,72 @@
+"""The trainer-engine protocol, and the loss functions that engines call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pekoe.pipeline.messages import TensorSpec
+from pekoe.pipeline.records import PackedBatch
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+class LossFunction(Protocol):
+    """A loss on packed, token-aligned tensors; knows no engine.
+
+    `batch` holds the PackedBatch's arrays and `extra` as tensors on the engine's device. Returns the micro-batch's share of the
+    global loss (already divided by the global denominator: shares simply add up) and sums of statistics.
+    """
+
+    def __call__(
+        self, logprobs: torch.Tensor, entropy: torch.Tensor | None, batch: Tensors
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+    needs_entropy_gradient: bool
+
+
+class TrainEngine(Protocol):
+    """One model, sharded over the trainer ranks. Every method but the queries is collective over them."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def forward(self, micro_batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
+        """Token log-probs [M] (float32, first token of a sequence 0) of each micro-batch at `temperature`, without gradient.
+        All ranks pass the same number of micro-batches; empty ones take part in the collectives."""
+        ...
+
+    def train_batch(
+        self, micro_batches: Sequence[PackedBatch], loss: LossFunction, temperature: float
+    ) -> dict[str, float]:
+        """One optimiser update. Returns sums reduced over data-parallel ranks, and `grad_norm`, `lr`, `update_skipped` (1 when
+        the gradient was not finite: parameters and optimiser state are untouched)."""
+        ...
+
+    def set_progress(self, fraction_done: float) -> None:
+        """Share of all steps done in [0, 1]: the schedule's clock."""
+        ...
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """Names (Hugging Face, tied names once per name expected by `state_dict`), shapes, dtypes, in the order of `weights`."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors one by one, gathered on every rank; never two whole models in memory."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Sharded model and optimiser state."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export_hf(self, folder: Path) -> None:
+        """safetensors + config + tokenizer, loadable with `from_pretrained`."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Trainer engines, one file or folder each, behind `train/engine.py`."""
