@@ -3,10 +3,10 @@
 Messages are small by construction (<= 1 MiB): an assignment carries an example's index, a notice carries a shard's path
 and a few numbers per sequence. They lie on the floor because control, rollout and train all speak them.
 
-    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, AbandonWeights, Phase, Stop
-    rollout -> head    Hello, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
-    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, Stop
-    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved
+    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, StopRollout
+    rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
+    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, StopTrainer
+    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved, Exported
     any   -> head      Heartbeat
 """
 
@@ -58,7 +58,14 @@ class AssignEvaluation(Message):
 
 
 class Flush(Message):
-    """Publish the open shard now: the trainer is starving."""
+    """Publish the open shard now: the trainer waits for a group that lies in it."""
+
+
+class Finished(Message):
+    """A group is done and lies in an open shard; the head asks for it by Flush when a batch needs it."""
+
+    group: int
+    try_number: int
 
 
 class Cancel(Message):
@@ -145,13 +152,6 @@ class PrepareWeights(Message):
 class WeightsReady(Message):
     version: int
     epoch: int
-    version_held: int = -1
-
-
-class AbandonWeights(Message):
-    """The transfer of this version will not happen: go on with the weights that you have."""
-
-    version: int
 
 
 class PublishWeights(Message):
@@ -163,10 +163,12 @@ class PublishWeights(Message):
 
 
 class WeightsSent(Message):
-    """From the sending trainer rank."""
+    """From trainer rank 0, after all its buckets are gone."""
 
     version: int
     seconds: float
+    check: tuple[float, ...] = ()
+    """Log-probs of the check sequences by the trainer at this version."""
     error: str = ""
 
 
@@ -175,18 +177,20 @@ class WeightsLoaded(Message):
 
     version: int
     seconds: float
+    """How long decoding stood still."""
+    check: tuple[float, ...] = ()
+    """Log-probs of the check sequences by the engine."""
     error: str = ""
 
 
 class Phase(Message):
-    """Colocated ranks: `train` = stop at a token, keep unfinished sequences, sleep; `rollout` = wake and go on."""
+    """Colocated ranks: the device belongs to the trainer now: stop at a token, keep unfinished sequences, sleep. The engine
+    wakes when the next weights are loaded."""
 
-    name: str
     version: int
 
 
 class PhaseReached(Message):
-    name: str
     version: int
 
 
@@ -262,14 +266,26 @@ class Saved(Message):
 
 
 class Export(Message):
-    """Write a Hugging Face folder of `version`."""
+    """Write a Hugging Face folder of `version`; `path` is relative to the run directory."""
 
     version: int
     path: str
 
 
-class Stop(Message):
-    """The run is over (or stops here): leave your loops, close, exit 0."""
+class Exported(Message):
+    version: int
+    path: str
+
+
+class StopTrainer(Message):
+    """Leave the learner's loop and close."""
+
+    reason: str
+    """`finished` or `signal`."""
+
+
+class StopRollout(Message):
+    """Leave the rollout loop and close."""
 
     reason: str
 
