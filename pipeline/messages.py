@@ -3,7 +3,7 @@
 Messages are small by construction (<= 1 MiB): an assignment carries an example's index, a notice carries a shard's path
 and a few numbers per sequence. They lie on the floor because control, rollout and train all speak them.
 
-    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, StopRollout
+    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, StopTrainer
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved, Exported
@@ -22,14 +22,14 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """Root of all messages; the tag is the class name."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """A role is ready to work: its models are loaded and its groups are formed."""
 
     role: str
     version: int
 
 
-class Endpoint(Message):
+class Endpoint(Message, frozen=True):
     """The owner of a named meeting point has bound its port (trainer rank 0 tells the other trainer ranks)."""
 
     name: str
@@ -37,7 +37,7 @@ class Endpoint(Message):
     """host:port"""
 
 
-class Assign(Message):
+class Assign(Message, frozen=True):
     """Run the episodes of one prompt."""
 
     group: int
@@ -48,7 +48,7 @@ class Assign(Message):
     """Sample nothing with weights older than this."""
 
 
-class AssignEvaluation(Message):
+class AssignEvaluation(Message, frozen=True):
     """Run an evaluation episode of one validation example; never trained on, never counted by admission."""
 
     evaluation: int
@@ -57,18 +57,18 @@ class AssignEvaluation(Message):
     n_samples: int
 
 
-class Flush(Message):
+class Flush(Message, frozen=True):
     """Publish the open shard now: the trainer waits for a group that lies in it."""
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """A group is done and lies in an open shard; the head asks for it by Flush when a batch needs it."""
 
     group: int
     try_number: int
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Stop the episodes of a group; its slot was given back already."""
 
     group: int
@@ -97,14 +97,14 @@ class PublishedGroup(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[Row, ...]
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     """A shard is visible under `path` (relative to the run directory)."""
 
     path: str
     groups: tuple[PublishedGroup, ...]
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """The episodes of a group gave nothing to train on."""
 
     group: int
@@ -115,7 +115,7 @@ class Rejected(Message):
     """Traceback or the like, at most a few thousand characters."""
 
 
-class Evaluated(Message):
+class Evaluated(Message, frozen=True):
     """Result of one evaluation example."""
 
     evaluation: int
@@ -135,7 +135,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
 
-class PrepareWeights(Message):
+class PrepareWeights(Message, frozen=True):
     """Stop at a token and answer WeightsReady."""
 
     version: int
@@ -149,12 +149,14 @@ class PrepareWeights(Message):
     """In sending order; empty when unchanged since this epoch began."""
 
 
-class WeightsReady(Message):
+class WeightsReady(Message, frozen=True):
+    """The engine has stopped at a token and waits for the buckets of this version."""
+
     version: int
     epoch: int
 
 
-class PublishWeights(Message):
+class PublishWeights(Message, frozen=True):
     """To trainer ranks: stream the weights of `version` now; the sender alone feeds the transfer group."""
 
     version: int
@@ -162,7 +164,7 @@ class PublishWeights(Message):
     members: tuple[int, ...]
 
 
-class WeightsSent(Message):
+class WeightsSent(Message, frozen=True):
     """From trainer rank 0, after all its buckets are gone."""
 
     version: int
@@ -172,7 +174,7 @@ class WeightsSent(Message):
     error: str = ""
 
 
-class WeightsLoaded(Message):
+class WeightsLoaded(Message, frozen=True):
     """From an engine: it serves `version` now (or why not)."""
 
     version: int
@@ -183,14 +185,23 @@ class WeightsLoaded(Message):
     error: str = ""
 
 
-class Phase(Message):
-    """Colocated ranks: the device belongs to the trainer now: stop at a token, keep unfinished sequences, sleep. The engine
-    wakes when the next weights are loaded."""
+class Phase(Message, frozen=True):
+    """Colocated ranks: the device belongs to the trainer now: stop at a token, keep unfinished sequences, sleep.
+
+    The engine wakes when the next weights are loaded."""
 
     version: int
 
 
-class PhaseReached(Message):
+class Wake(Message, frozen=True):
+    """Colocated ranks: the step was called off; go on decoding with the weights that you have."""
+
+    version: int
+
+
+class PhaseReached(Message, frozen=True):
+    """The engine sleeps: its device is free."""
+
     version: int
 
 
@@ -206,8 +217,8 @@ class PlannedRow(msgspec.Struct, frozen=True, array_like=True):
     """Reward after bias, scaling, clip and normalisation: goes on the last active token."""
 
 
-class Plan(Message):
-    """What one trainer rank computes in a step: read and verify these rows, answer RowsRead, wait for Commit or Replan."""
+class Plan(Message, frozen=True):
+    """What a trainer rank computes in a step: read and verify these rows, answer RowsRead, wait for the verdict."""
 
     version: int
     """The step at version v makes version v+1."""
@@ -222,28 +233,30 @@ class Plan(Message):
     """Global number of sequences of each minibatch."""
 
 
-class RowsRead(Message):
+class RowsRead(Message, frozen=True):
+    """A trainer rank has read and verified its rows of a plan, or says which ones are bad."""
+
     version: int
     round: int
     bad: tuple[tuple[str, int, str], ...] = ()
     """(shard, row, reason) of rows that could not be read; their whole groups are replaced."""
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Every rank has its rows: train. No trainer collective happens before this."""
 
     version: int
     round: int
 
 
-class Replan(Message):
+class Replan(Message, frozen=True):
     """Forget the plan of this round: another one comes."""
 
     version: int
     round: int
 
 
-class StepDone(Message):
+class StepDone(Message, frozen=True):
     """A trainer rank finished the step; `stats` (already reduced over the ranks) come from trainer rank 0 only."""
 
     version: int
@@ -252,45 +265,49 @@ class StepDone(Message):
     stats: dict[str, float] = {}
 
 
-class Save(Message):
-    """Write a checkpoint of `version`; `state` is the controller's snapshot at the step boundary (written by the head)."""
+class Save(Message, frozen=True):
+    """Write a checkpoint of `version`; `state` is the controller's snapshot at the step boundary (head only)."""
 
     version: int
     state: bytes = b""
 
 
-class Saved(Message):
+class Saved(Message, frozen=True):
+    """A trainer rank has written its part of the checkpoint."""
+
     version: int
     seconds: float
     error: str = ""
 
 
-class Export(Message):
+class Export(Message, frozen=True):
     """Write a Hugging Face folder of `version`; `path` is relative to the run directory."""
 
     version: int
     path: str
 
 
-class Exported(Message):
+class Exported(Message, frozen=True):
+    """A Hugging Face folder is complete (from trainer rank 0)."""
+
     version: int
     path: str
 
 
-class StopTrainer(Message):
+class StopTrainer(Message, frozen=True):
     """Leave the learner's loop and close."""
 
     reason: str
     """`finished` or `signal`."""
 
 
-class StopRollout(Message):
+class StopRollout(Message, frozen=True):
     """Leave the rollout loop and close."""
 
     reason: str
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Who is alive, and what it is doing since when (its own clock)."""
 
     rank: int

@@ -1,0 +1,229 @@
+"""Who samples what: admits groups from the cursor, hands them to rollout ranks, and accounts for each."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.control.admission import Admission
+from pekoe.pipeline.control.group_table import GroupState, GroupTable, OutstandingGroup
+from pekoe.pipeline.messages import Assign, Cancel, Finished, Flush, Post, Published, Rejected
+
+logger = logging.getLogger(__name__)
+
+
+class AdmissionOrder(Protocol):
+    """The cursor as the dispatcher uses it (`data/cursor.py`)."""
+
+    def admit(self) -> tuple[int, int] | None: ...
+    def close(self, group: int, how: str) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+
+
+class RolloutFailure(RuntimeError):
+    """Groups fail one after the other: the workflow, the reward or the engine is broken."""
+
+
+@dataclass
+class Losses:
+    """Groups that left without being trained on, since the last step: written in the ledger with it."""
+
+    filtered: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+
+class RankLoads:
+    """The least loaded rollout rank, in O(log n)."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.loads = dict.fromkeys(ranks, 0)
+        self._heap = [(0, rank) for rank in ranks]
+        heapq.heapify(self._heap)
+
+    def add(self, rank: int, amount: int) -> None:
+        self.loads[rank] += amount
+        heapq.heappush(self._heap, (self.loads[rank], rank))
+
+    def least(self) -> int:
+        while self._heap[0][0] != self.loads[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+
+class Dispatcher:
+    """Owns admission, the table of outstanding groups and the cursor. One thread (the controller's) calls it."""
+
+    def __init__(
+        self, config: RunConfig, post: Post, cursor: AdmissionOrder, rollout_ranks: Sequence[int], num_steps: int
+    ) -> None:
+        self.config, self.post, self.cursor = config, post, cursor
+        eta, batch = config.rollout.max_head_offpolicyness, config.train_dataset.batch_size
+        concurrent = config.rollout.max_concurrent_rollouts or (eta + 1 if eta is not None else 4) * batch
+        self.admission = Admission(concurrent, batch, eta)
+        self.table = GroupTable(eta, batch)
+        self.ranks = RankLoads(rollout_ranks)
+        self.num_steps = num_steps
+        self.losses = Losses()
+        self.counts: Counter[str] = Counter()
+        self.reissues: deque[tuple[int, int, int]] = deque()
+        self.tries: dict[int, int] = {}
+        self.data_is_exhausted = False
+        self.consecutive_failures = 0
+        self.tokens_sampled = 0
+
+    def state(self) -> dict[str, Any]:
+        """Snapshot at a step boundary: plain values for the checkpoint."""
+        tries = {g.number: g.try_number for g in self.table.groups.values() if g.try_number}
+        tries.update({number: try_number for number, _, try_number in self.reissues if try_number})
+        return {"cursor": self.cursor.state(), "tries": tries, "counts": dict(self.counts)}
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        """After a checkpoint at `version`: everything consumed then, nothing running; open groups come again.
+
+        The cursor was restored by its owner; it gives the open groups first.
+        """
+        self.admission.version = version
+        self.admission.accepted = version * self.admission.batch
+        self.tries = {int(number): int(try_number) for number, try_number in state["tries"].items()}
+        self.counts.update(state["counts"])
+
+    def admit_all(self) -> None:
+        """Admits while there is capacity, data, and a step left that needs it."""
+        while self.admission.capacity() > 0 and self._wanted() > 0:
+            if self.reissues:
+                number, example, try_number = self.reissues.popleft()
+            else:
+                admitted = self.cursor.admit()
+                if admitted is None:
+                    self.data_is_exhausted = True
+                    return
+                number, example = admitted
+                try_number = self.tries.pop(number, 0)
+            self._assign(number, example, try_number)
+
+    def _wanted(self) -> int:
+        """Groups still to admit so that the remaining steps are full."""
+        remaining = (self.num_steps - self.admission.version) * self.admission.batch
+        return remaining - len(self.table.groups)
+
+    def _assign(self, number: int, example: int, try_number: int) -> None:
+        self.admission.admit()
+        rank, version = self.ranks.least(), self.admission.version
+        self.ranks.add(rank, 1)
+        self.table.admit(OutstandingGroup(number, try_number, example, version, rank, time.monotonic()))
+        n_samples = self.config.gconfig.n_samples
+        self.post.send(rank, Assign(number, try_number, example, n_samples, version))
+
+    def on_finished(self, message: Finished) -> None:
+        group = self.table.finish(message.group, message.try_number)
+        if group is not None:
+            self._stop_running(group)
+            self.admission.accept()
+
+    def on_published(self, message: Published) -> None:
+        for published in message.groups:
+            known = self.table.find(published.group, published.try_number)
+            if known is None:
+                self.counts["late"] += 1
+                continue
+            was_running = known.state is GroupState.RUNNING
+            if self.table.publish(message.path, published) is None:
+                self.counts["duplicate"] += 1
+                continue
+            if was_running:
+                self._stop_running(known)
+                self.admission.accept()
+            self.consecutive_failures = 0
+            self.tokens_sampled += sum(row.num_active for row in published.rows)
+
+    def on_rejected(self, message: Rejected) -> None:
+        group = self.table.find(message.group, message.try_number)
+        if group is None or group.state is not GroupState.RUNNING:
+            self.counts["late"] += 1
+            return
+        self._stop_running(group)
+        self.admission.reject()
+        self.table.remove(group.number)
+        self.counts[f"rejected_{message.reason}"] += 1
+        if message.reason == "none":
+            self._lose(group, "filtered")
+            return
+        if message.reason == "too_long":
+            self._lose(group, "skipped")
+            return
+        self.consecutive_failures += 1
+        if self.consecutive_failures >= self.config.rollout.max_consecutive_failures:
+            raise RolloutFailure(
+                f"{self.consecutive_failures} groups failed one after the other "
+                f"(rollout.max_consecutive_failures); the last one: {message.reason}\n{message.detail}"
+            )
+        logger.warning("group %d try %d failed (%s)", group.number, group.try_number, message.reason)
+        self._issue_again(group, group.try_number + 1)
+
+    def drop_stale(self, version: int, waited_seconds: float) -> None:
+        """Applies `rollout.stale_policy` to groups that the batch at `version` must have and that still run."""
+        rollout = self.config.rollout
+        missing, _ = self.table.waiting_for(version)
+        late = [g for g in missing if g.state is GroupState.RUNNING]
+        if not late or (rollout.stale_policy == "wait" and waited_seconds < rollout.stale_wait_seconds):
+            return
+        if rollout.stale_policy == "drop" and len(self.table.ready) + len(late) < self.admission.batch:
+            return
+        for group in late:
+            logger.warning("group %d is %d steps old and still runs: cancelled", group.number, self.table.eta)
+            self.post.send(group.rank, Cancel(group.number, group.try_number))
+            self._stop_running(group)
+            self.admission.reject()
+            self.table.remove(group.number)
+            self.counts["dropped"] += 1
+            self._issue_again(group, group.try_number + 1)
+
+    def flush(self, version: int, want: int | None = None) -> None:
+        """Asks for open shards that would complete the batch."""
+        for rank in self.table.ranks_to_flush(version, want):
+            self.post.send(rank, Flush())
+
+    def replace_shard(self, shard: str) -> None:
+        """A shard cannot be read: its groups are issued again (same try: a recovery, not a new draw)."""
+        for group in self.table.in_shard(shard):
+            self.table.remove(group.number)
+            self.admission.give_back()
+            self.counts["damaged"] += 1
+            self.reissues.append((group.number, group.example, group.try_number))
+
+    def consume(self, batch: Sequence[OutstandingGroup]) -> Losses:
+        """The step on these groups is done: they are closed, the version moves; returns losses since the last one."""
+        for group in batch:
+            self.table.remove(group.number)
+            self.cursor.close(group.number, "consumed")
+        if len(batch) < self.admission.batch:
+            self.admission.consume_short(len(batch))
+        self.admission.version += 1
+        losses, self.losses = self.losses, Losses()
+        return losses
+
+    def want(self) -> int:
+        """Groups in the next batch: `batch`, or what is left when the data ends."""
+        if self.data_is_exhausted and not self.reissues:
+            return min(self.admission.batch, len(self.table.groups))
+        return self.admission.batch
+
+    def _issue_again(self, group: OutstandingGroup, try_number: int) -> None:
+        if try_number > self.config.rollout.max_reissues:
+            self.counts["skipped"] += 1
+            self._lose(group, "skipped")
+        else:
+            self.reissues.append((group.number, group.example, try_number))
+
+    def _lose(self, group: OutstandingGroup, how: str) -> None:
+        self.cursor.close(group.number, how)
+        (self.losses.filtered if how == "filtered" else self.losses.skipped).append(group.number)
+
+    def _stop_running(self, group: OutstandingGroup) -> None:
+        self.ranks.add(group.rank, -1)

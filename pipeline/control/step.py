@@ -1,0 +1,77 @@
+"""From a chosen batch to what each trainer rank computes: scores, rows, plans, denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pekoe.pipeline.control.group_table import OutstandingGroup
+from pekoe.pipeline.messages import Plan, PlannedRow, Row
+from pekoe.pipeline.records import Float64, Int64, UInt8
+
+Assignment = Sequence[Sequence[Sequence[Sequence[int]]]]
+"""[rank][minibatch][micro-batch] -> indices of rows."""
+ScoreRows = Callable[[Float64, Int64, Int64, UInt8], tuple[Float64, UInt8]]
+"""(rewards, groups, samples, truncated) [N] -> (advantages [N], rows that train [N])."""
+PlanRows = Callable[[Int64, Int64], Assignment]
+"""(lengths, groups) [N] of the rows that train -> assignment over all trainer ranks."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a batch in one flat order (groups by admission number, rows by their place in the shard)."""
+
+    groups: tuple[OutstandingGroup, ...]
+    rows: tuple[tuple[OutstandingGroup, Row], ...]
+    advantages: Float64  # [N]
+    trains: UInt8  # [N]
+
+    @property
+    def mean_reward(self) -> float:
+        return float(np.mean([row.reward for _, row in self.rows]))
+
+
+def score_batch(groups: Sequence[OutstandingGroup], score: ScoreRows) -> StepRows:
+    """Rewards of the whole batch become one advantage a row (normalised over true groups)."""
+    rows = tuple((group, row) for group in groups for row in group.rows)
+    advantages, trains = score(
+        np.array([row.reward for _, row in rows], dtype=np.float64),
+        np.array([group.number for group, _ in rows], dtype=np.int64),
+        np.array([row.sample for _, row in rows], dtype=np.int64),
+        np.array([row.truncated for _, row in rows], dtype=np.uint8),
+    )
+    return StepRows(tuple(groups), rows, advantages, trains)
+
+
+def make_plans(batch: StepRows, plan_rows: PlanRows, version: int, round_number: int) -> list[Plan]:
+    """One Plan per trainer rank, with denominators over all of them."""
+    training = np.flatnonzero(batch.trains)
+    lengths = np.array([batch.rows[i][1].length for i in training], dtype=np.int64)
+    numbers = np.array([batch.rows[i][0].number for i in training], dtype=np.int64)
+    assignment = plan_rows(lengths, numbers)
+    num_minibatches = len(assignment[0])
+    num_active = [0] * num_minibatches
+    num_sequences = [0] * num_minibatches
+    plans = []
+    for minibatches in assignment:
+        shards: dict[str, int] = {}
+        planned: list[tuple[tuple[PlannedRow, ...], ...]] = []
+        for m, micro_batches in enumerate(minibatches):
+            cut: list[tuple[PlannedRow, ...]] = []
+            for indices in micro_batches:
+                chosen = []
+                for index in indices:
+                    i = int(training[index])
+                    group, row = batch.rows[i]
+                    shard = shards.setdefault(group.shard, len(shards))
+                    chosen.append(PlannedRow(shard, row.row, group.number, row.length, float(batch.advantages[i])))
+                    num_active[m] += row.num_active
+                    num_sequences[m] += 1
+                cut.append(tuple(chosen))
+            planned.append(tuple(cut))
+        plans.append((tuple(shards), tuple(planned)))
+    return [
+        Plan(version, round_number, shards, planned, tuple(num_active), tuple(num_sequences))
+        for shards, planned in plans
+    ]

@@ -1,0 +1,133 @@
+"""What the head knows of a step, as metrics and as the progress display."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pekoe.pipeline.control.evaluation import Evaluation
+from pekoe.pipeline.control.group_table import row_staleness
+from pekoe.pipeline.control.step import StepRows
+
+if TYPE_CHECKING:
+    from pekoe.pipeline.control.controller import Controller
+    from pekoe.pipeline.control.dispatcher import Losses
+
+REFRESH_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class ProgressFigures:
+    """One look at the run for a display."""
+
+    step: int
+    total_steps: int
+    reward: float | None
+    accuracy: float | None
+    train_tokens_per_second: float
+    rollout_tokens_per_second: float
+    staleness_mean: float
+    staleness_max: float
+    ready: int
+    running: int
+    eta_seconds: float | None
+    waiting_for: str
+
+
+@dataclass
+class StepReport:
+    """Collects the figures of one step from the controller, then writes them once."""
+
+    write_metrics: Callable[[int, Mapping[str, float]], None]
+    show: Callable[[ProgressFigures], None]
+    wait_seconds: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
+    accuracy: float | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    step_began: float = field(default_factory=time.monotonic)
+    tokens_before: int = 0
+    steps_done: int = 0
+    shown: float = 0.0
+
+    def trained(self, rows: StepRows, stats: Mapping[str, float], losses: Losses, seconds: float) -> None:
+        rewards = np.array([row.reward for _, row in rows.rows])
+        lengths = np.array([row.num_active for _, row in rows.rows])
+        version = int(stats.get("version", 0)) - 1
+        staleness = np.array(row_staleness(rows.groups, version))
+        self.figures = {
+            **{name: value for name, value in stats.items() if name != "version"},
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/max": float(rewards.max()),
+            "length/mean": float(lengths.mean()),
+            "length/max": float(lengths.max()),
+            "truncated/share": float(np.mean([row.truncated for _, row in rows.rows])),
+            "staleness/mean": float(staleness.mean()),
+            "staleness/max": float(staleness.max()),
+            "groups/consumed": float(len(rows.groups)),
+            "groups/filtered": float(len(losses.filtered)),
+            "groups/skipped": float(len(losses.skipped)),
+            "time/train": seconds,
+            "time/wait": self.wait_seconds,
+            "tokens_per_second/train": float(sum(row.length for _, row in rows.rows)) / max(seconds, 1e-9),
+        }
+
+    def updated(self, gap: tuple[float, float], seconds: float, stood_still: float) -> None:
+        self.figures["weights/logprob_gap_mean"], self.figures["weights/logprob_gap_max"] = gap
+        self.figures["time/update"] = seconds
+        self.figures["time/engines_paused"] = stood_still
+
+    def step(self, controller: Controller) -> None:
+        """Writes the step that made `controller.version`."""
+        now = time.monotonic()
+        dispatcher = controller.parts.dispatcher
+        seconds = now - self.step_began
+        sampled, self.tokens_before = dispatcher.tokens_sampled - self.tokens_before, dispatcher.tokens_sampled
+        self.figures["time/step"] = seconds
+        self.figures["tokens_per_second/rollout"] = sampled / max(seconds, 1e-9)
+        self.figures["queue/ready"] = float(len(dispatcher.table.ready))
+        self.figures["queue/running"] = float(dispatcher.admission.running)
+        for name, count in dispatcher.counts.items():
+            self.figures[f"groups_total/{name}"] = float(count)
+        self.write_metrics(controller.version, self.figures)
+        self.last, self.figures = self.figures, {}
+        self.step_began = now
+        self.steps_done += 1
+        self.shown = 0.0
+        self.progress(controller)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        metrics = evaluation.metrics()
+        self.accuracy = metrics.get("eval/accuracy", self.accuracy)
+        self.write_metrics(evaluation.name, metrics)
+        self.step_began = time.monotonic() if self.steps_done == 0 else self.step_began
+
+    def progress(self, controller: Controller) -> None:
+        """Shows where the run is, at most a few times a second."""
+        now = time.monotonic()
+        if now - self.shown < REFRESH_SECONDS:
+            return
+        self.shown = now
+        dispatcher = controller.parts.dispatcher
+        remaining = controller.num_steps - controller.version
+        per_step = (self.step_began - self.began) / self.steps_done if self.steps_done else None
+        self.show(
+            ProgressFigures(
+                step=controller.version,
+                total_steps=controller.num_steps,
+                reward=self.last.get("reward/mean"),
+                accuracy=self.accuracy,
+                train_tokens_per_second=self.last.get("tokens_per_second/train", 0.0),
+                rollout_tokens_per_second=self.last.get("tokens_per_second/rollout", 0.0),
+                staleness_mean=self.last.get("staleness/mean", 0.0),
+                staleness_max=self.last.get("staleness/max", 0.0),
+                ready=len(dispatcher.table.ready),
+                running=dispatcher.admission.running,
+                eta_seconds=None if per_step is None else per_step * remaining,
+                waiting_for=controller.waiting_for,
+            )
+        )

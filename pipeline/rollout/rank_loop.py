@@ -1,0 +1,204 @@
+"""The loop of a rollout rank: the head's messages in, groups and notices out. It never decodes nor runs a workflow.
+
+Beside it run: the executor (workflows, an asyncio thread) and the engine (decoding, its own thread or process). Who
+waits: the executor for tokens and rewards, the engine for requests and while weights load, this loop for messages. The
+executor's results come back through this loop's own inbox, so that shards are written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from pekoe.pipeline.messages import (
+    Assign,
+    AssignEvaluation,
+    Cancel,
+    Evaluated,
+    Finished,
+    Flush,
+    Inbox,
+    Message,
+    Phase,
+    PhaseReached,
+    Post,
+    PrepareWeights,
+    Published,
+    Rejected,
+    StopRollout,
+    Wake,
+    WeightsLoaded,
+    WeightsReady,
+)
+from pekoe.pipeline.records import Group
+from pekoe.pipeline.rollout.engine import InferenceEngine
+from pekoe.pipeline.rollout.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+INBOX_KINDS: tuple[type[Message], ...] = (
+    Assign, AssignEvaluation, Cancel, Flush, PrepareWeights, Phase, Wake, StopRollout,
+)  # fmt: skip
+
+
+class GroupWriter(Protocol):
+    """The open shard (`trajectory/writer.py`)."""
+
+    def add(self, group: Group) -> None: ...
+    def flush(self) -> Published | None: ...
+    def due(self) -> bool: ...
+
+
+class WeightSource(Protocol):
+    """The receiving end of a transport, fed into the engine."""
+
+    def prepare(self, message: PrepareWeights) -> None: ...
+    def load(self, engine: InferenceEngine, version: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDone:
+    """From the executor: a group to write."""
+
+    group: Group
+
+
+@dataclass
+class RolloutParts:
+    """What `runs/rl.py` passes in."""
+
+    post: Post
+    inbox: Inbox
+    head: int
+    engine: InferenceEngine
+    writer: GroupWriter
+    weights: WeightSource
+    check_sequences: list[list[int]]
+    max_tokens: int
+    """Longest sequence that a trainer can take (`actor.mb_spec.max_tokens_per_mb`)."""
+    set_phase: Callable[[str], None]
+    set_version: Callable[[int], None]
+
+
+class RolloutLoop:
+    """Owns the open shard and the engine's pauses."""
+
+    def __init__(self, parts: RolloutParts) -> None:
+        self.parts = parts
+        self.events: queue.SimpleQueue[GroupDone | Rejected | Evaluated] = queue.SimpleQueue()
+        self.executor: Executor | None = None
+        self.is_paused = False
+        self.is_asleep = False
+
+    # Called by the executor on its own thread: cheap, no I/O.
+
+    def on_group(self, group: Group) -> None:
+        self.parts.inbox.put((self.parts.post.rank, GroupDone(group)))  # type: ignore[arg-type]
+
+    def on_rejected(self, message: Rejected) -> None:
+        self.parts.post.send(self.parts.head, message)
+
+    def on_evaluated(self, message: Evaluated) -> None:
+        self.parts.post.send(self.parts.head, message)
+
+    def run(self, executor: Executor) -> str:
+        """Until StopRollout; returns its reason. Published shards stay; the open one is thrown away with its groups."""
+        self.executor = executor
+        while True:
+            self.parts.set_phase("rollout")
+            try:
+                _, message = self.parts.inbox.get(timeout=0.5)
+            except queue.Empty:
+                if self.parts.writer.due():
+                    self.publish()
+                continue
+            if isinstance(message, StopRollout):
+                executor.stop()
+                return message.reason
+            self.handle(message)
+            if self.parts.writer.due():
+                self.publish()
+
+    def handle(self, message: Message | GroupDone) -> None:
+        assert self.executor is not None
+        match message:
+            case GroupDone():
+                self.take(message.group)
+            case Assign():
+                self.executor.submit(message)
+            case AssignEvaluation():
+                self.executor.evaluate(message)
+            case Cancel():
+                self.executor.cancel(message.group, message.try_number)
+            case Flush():
+                self.publish()
+            case PrepareWeights():
+                self.update(message)
+            case Phase():
+                self.pause("resting")
+                if not self.is_asleep:
+                    self.parts.engine.sleep()
+                    self.is_asleep = True
+                self.parts.post.send(self.parts.head, PhaseReached(message.version))
+            case Wake():
+                self.resume()
+            case _:
+                raise AssertionError(f"the rollout loop cannot handle {message!r}")
+
+    def take(self, group: Group) -> None:
+        """A finished group goes into the open shard, unless a sequence is longer than a trainer can take."""
+        longest = max(len(t.tokens) for t in group.trajectories)
+        if longest > self.parts.max_tokens:
+            detail = f"a sequence has {longest} tokens; actor.mb_spec.max_tokens_per_mb is {self.parts.max_tokens}"
+            self.parts.post.send(self.parts.head, Rejected(group.number, group.try_number, "too_long", detail))
+            return
+        self.parts.writer.add(group)
+        self.parts.post.send(self.parts.head, Finished(group.number, group.try_number))
+
+    def publish(self) -> None:
+        self.parts.set_phase("publishing a shard")
+        notice = self.parts.writer.flush()
+        if notice is not None:
+            self.parts.post.send(self.parts.head, notice)
+
+    def update(self, message: PrepareWeights) -> None:
+        """Stops at a token, loads, checks, goes on. After a failed load the engine serves nothing until the next."""
+        began = time.monotonic()
+        self.pause("loading weights")
+        self.parts.weights.prepare(message)
+        if self.is_asleep:
+            self.parts.engine.wake()
+            self.is_asleep = False
+        self.parts.post.send(self.parts.head, WeightsReady(message.version, message.epoch))
+        try:
+            self.parts.weights.load(self.parts.engine, message.version)
+        except (RuntimeError, OSError, TimeoutError, ValueError) as failure:
+            logger.exception("version %d did not load", message.version)
+            text = f"{type(failure).__name__}: {failure}"[:2000]
+            self.parts.post.send(self.parts.head, WeightsLoaded(message.version, time.monotonic() - began, (), text))
+            return
+        ids = [np.asarray(sequence, dtype=np.int32) for sequence in self.parts.check_sequences]
+        check = tuple(float(x) for row in self.parts.engine.logprobs(ids) for x in row)
+        self.parts.set_version(message.version)
+        self.resume()
+        self.parts.post.send(self.parts.head, WeightsLoaded(message.version, time.monotonic() - began, check))
+
+    def pause(self, why: str) -> None:
+        self.parts.set_phase(why)
+        if not self.is_paused:
+            self.parts.engine.pause()
+            self.is_paused = True
+
+    def resume(self) -> None:
+        if self.is_asleep:
+            self.parts.engine.wake()
+            self.is_asleep = False
+        if self.is_paused:
+            self.parts.engine.resume()
+            self.is_paused = False

@@ -1,0 +1,238 @@
+"""The learner loop: the same on every trainer rank, told by the head what to do next.
+
+Plan      read and verify this rank's rows, answer RowsRead; wait outside of any collective
+Commit    proximal log-probs -> advantages -> one optimiser update a minibatch -> StepDone      (collective from here)
+Replan    forget the rows
+PublishWeights, Save, Export   collective too; the head sends them to all trainer ranks in one order
+StopTrainer                    leave
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.messages import (
+    Commit,
+    Export,
+    Exported,
+    Inbox,
+    Message,
+    Plan,
+    Post,
+    PublishWeights,
+    Replan,
+    RowsRead,
+    Save,
+    Saved,
+    StepDone,
+    StopTrainer,
+    WeightsSent,
+)
+from pekoe.pipeline.records import Finish, PackedBatch, RowKey, Trajectory, pack
+from pekoe.pipeline.train.engine import LossFunction, TrainEngine
+
+if TYPE_CHECKING:
+    import torch
+    from pekoe.pipeline.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+INBOX_KINDS: tuple[type[Message], ...] = (Plan, Commit, Replan, PublishWeights, Save, Export, StopTrainer)
+
+
+class BadRowsError(Exception):
+    """Rows that could not be read: (shard, row, reason)."""
+
+    def __init__(self, bad: Sequence[tuple[str, int, str]]) -> None:
+        super().__init__(f"{len(bad)} rows cannot be read: {bad[:3]}")
+        self.bad = tuple(bad)
+
+
+@dataclass
+class LearnerParts:
+    """What `runs/rl.py` passes in."""
+
+    post: Post
+    inbox: Inbox
+    head: int
+    engine: TrainEngine
+    read_rows: Callable[[Sequence[RowKey]], list[tuple[int, Trajectory]]]
+    """In the order of the keys; raises BadRowsError."""
+    add_advantages: Callable[[list[PackedBatch], list[list[float]]], None]
+    """Puts `advantages` [M] into each batch's extra, from one advantage a sequence (may be collective)."""
+    make_loss: Callable[[int, int], LossFunction]
+    """(active tokens, sequences) of the global minibatch -> its loss."""
+    send_weights: Callable[[PublishWeights, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], None]
+    check_sequences: list[list[int]]
+    checkpoint_folder: Callable[[int], Path]
+    save_extra: Callable[[Path, bytes], None]
+    """Writes what belongs to this rank beside the engine (random states; on the head the controller's snapshot)."""
+    export_folder: Callable[[str], Path]
+    set_phase: Callable[[str], None]
+    set_version: Callable[[int], None]
+
+
+@dataclass
+class Rows:
+    """This rank's part of a step, read and packed: [minibatch][micro-batch]."""
+
+    plan: Plan
+    batches: list[list[PackedBatch]]
+    advantages: list[list[list[float]]]
+
+
+class Learner:
+    """Owns the engine on its own thread."""
+
+    def __init__(self, config: RunConfig, parts: LearnerParts, num_steps: int, version: int) -> None:
+        self.config, self.parts, self.num_steps, self.version = config, parts, num_steps, version
+        self.rows: Rows | None = None
+
+    def run(self) -> str:
+        """Until StopTrainer; returns its reason."""
+        while True:
+            self.parts.set_phase("waiting for the head")
+            _, message = self.parts.inbox.get()
+            self.parts.set_phase(type(message).__name__)
+            match message:
+                case Plan():
+                    self.read(message)
+                case Commit():
+                    self.step(message)
+                case Replan():
+                    self.rows = None
+                case PublishWeights():
+                    self.publish(message)
+                case Save():
+                    self.save(message)
+                case Export():
+                    folder = self.parts.export_folder(message.path)
+                    self.parts.engine.export_hf(folder)
+                    self._tell_from_first(Exported(message.version, message.path))
+                case StopTrainer():
+                    return message.reason
+                case _:
+                    raise AssertionError(f"the learner cannot handle {message!r}")
+
+    def read(self, plan: Plan) -> None:
+        """Reads this rank's rows; bad ones are told to the head, which replaces their groups."""
+        keys = [
+            RowKey(plan.shards[row.shard], row.row)
+            for minibatch in plan.minibatches
+            for micro_batch in minibatch
+            for row in micro_batch
+        ]
+        try:
+            read = iter(self.parts.read_rows(keys))
+        except BadRowsError as error:
+            self.parts.post.send(self.parts.head, RowsRead(plan.version, plan.round, error.bad))
+            return
+        batches = [[pack([next(read) for _ in rows]) for rows in minibatch] for minibatch in plan.minibatches]
+        advantages = [[[row.advantage for row in rows] for rows in minibatch] for minibatch in plan.minibatches]
+        self.rows = Rows(plan, batches, advantages)
+        self.parts.post.send(self.parts.head, RowsRead(plan.version, plan.round))
+
+    def step(self, commit: Commit) -> None:
+        """Trains on the rows that were read: version + 1, whatever the number of updates."""
+        rows, self.rows = self.rows, None
+        if rows is None or (rows.plan.version, rows.plan.round) != (commit.version, commit.round):
+            raise AssertionError(f"{commit} without its plan")
+        began = time.monotonic()
+        flat = [batch for minibatch in rows.batches for batch in minibatch]
+        self._add_proximal(flat)
+        self.parts.add_advantages(flat, [a for minibatch in rows.advantages for a in minibatch])
+        engine, temperature = self.parts.engine, self.config.gconfig.temperature
+        engine.set_progress(self.version / max(self.num_steps, 1))
+        totals: dict[str, float] = {}
+        for index, batches in enumerate(rows.batches):
+            loss = self.parts.make_loss(rows.plan.num_active[index], rows.plan.num_sequences[index])
+            for name, value in engine.train_batch(batches, loss, temperature).items():
+                totals[name] = totals.get(name, 0.0) + value
+        for name in ("lr", "grad_norm"):
+            totals[name] = totals[name] / len(rows.batches)
+        self.version = commit.version + 1
+        self.parts.set_version(self.version)
+        stats = derive_stats(totals)
+        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, stats))
+
+    def _add_proximal(self, batches: list[PackedBatch]) -> None:
+        """Log-probs by the weights at the start of the step, in the same packing as the update."""
+        if self.config.actor.prox_logp_method in ("recompute", "metrics"):
+            self.parts.set_phase("proximal log-probs")
+            found = self.parts.engine.forward(batches, self.config.gconfig.temperature)
+            for batch, logprobs in zip(batches, found, strict=True):
+                batch.extra["prox_logprobs"] = logprobs.cpu().numpy()
+        for batch in batches:
+            batch.extra["trainer_version"] = np.full(batch.num_sequences, self.version, dtype=np.int32)
+        self.parts.set_phase("training")
+
+    def publish(self, message: PublishWeights) -> None:
+        """Streams the weights; the head rank reports, with the log-probs of the check sequences."""
+        began = time.monotonic()
+        engine = self.parts.engine
+        error = ""
+        try:
+            self.parts.send_weights(message, engine.weight_specs(), engine.weights())
+        except (RuntimeError, OSError, TimeoutError) as failure:
+            logger.exception("sending version %d failed", message.version)
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+        check = [float(x) for x in self._check_logprobs()]
+        self._tell_from_first(WeightsSent(message.version, time.monotonic() - began, tuple(check), error))
+
+    def _check_logprobs(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        rows = [(0, _bare_trajectory(ids)) for ids in self.parts.check_sequences]
+        (found,) = self.parts.engine.forward([pack(rows)], 1.0)
+        values: np.ndarray[tuple[int], np.dtype[np.float32]] = found.cpu().numpy()
+        return values
+
+    def save(self, message: Save) -> None:
+        """This rank's part of a checkpoint; the head commits when all have answered."""
+        began = time.monotonic()
+        folder = self.parts.checkpoint_folder(message.version)
+        error = ""
+        try:
+            self.parts.engine.save(folder / "engine")
+            self.parts.save_extra(folder, message.state)
+        except OSError as failure:
+            logger.exception("checkpoint of version %d failed", message.version)
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+        self.parts.post.send(self.parts.head, Saved(message.version, time.monotonic() - began, error))
+
+    def _tell_from_first(self, message: Message) -> None:
+        if self.parts.post.rank == self.parts.head:
+            self.parts.post.send(self.parts.head, message)
+
+
+def derive_stats(totals: dict[str, float]) -> dict[str, float]:
+    """Sums over the global batch -> means: `sum/NAME` is divided by `count`, the rest is kept."""
+    count = max(totals.get("count", 0.0), 1.0)
+    stats = {}
+    for name, value in totals.items():
+        if name.startswith("sum/"):
+            stats[f"train/{name[4:]}"] = value / count
+        else:
+            stats[f"train/{name}"] = value
+    return stats
+
+
+def _bare_trajectory(ids: Sequence[int]) -> Trajectory:
+    n = len(ids)
+    mask = np.ones(n, dtype=np.uint8)
+    mask[0] = 0
+    return Trajectory(
+        tokens=np.asarray(ids, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.zeros(n, dtype=np.float32),
+        versions=np.where(mask == 1, 0, -1).astype(np.int32),
+        turns=np.where(mask == 1, 0, -1).astype(np.int32),
+        prompt_length=1,
+        reward=0.0,
+        finish=Finish.STOP,
+    )
