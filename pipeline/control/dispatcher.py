@@ -167,13 +167,12 @@ class Dispatcher:
         self._issue_again(group, group.try_number + 1)
 
     def drop_stale(self, version: int, waited_seconds: float) -> None:
-        """Applies `rollout.stale_policy` to groups that the batch at `version` must have and that still run."""
+        """Applies `rollout.stale_policy` to running groups that must be in the batch at `version` and hold it up."""
         rollout = self.config.rollout
-        missing, _ = self.table.waiting_for(version)
-        late = [g for g in missing if g.state is GroupState.RUNNING]
-        if not late or (rollout.stale_policy == "wait" and waited_seconds < rollout.stale_wait_seconds):
+        if rollout.stale_policy == "wait" and waited_seconds < rollout.stale_wait_seconds:
             return
-        if rollout.stale_policy == "drop" and len(self.table.ready) + len(late) < self.admission.batch:
+        late = self.table.overdue(version, self.want())
+        if rollout.stale_policy == "drop" and len(self.table.ready) + len(late) < self.want():
             return
         for group in late:
             logger.warning("group %d is %d steps old and still runs: cancelled", group.number, self.table.eta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,18 @@ class OutstandingGroup:
     state: GroupState = GroupState.RUNNING
     shard: str = ""
     rows: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A batch in the making."""
+
+    chosen: list[OutstandingGroup]
+    lacking: int
+    """Groups still to come before the batch is complete."""
+    lacking_urgent: int = 0
+    """Of these, groups due by `urgent_deadline` that must be in this batch."""
+    urgent_deadline: int = 0
 
 
 @dataclass
@@ -74,49 +87,71 @@ class GroupTable:
         self.ready.pop(number, None)
         return self.groups.pop(number)
 
-    def required(self, version: int) -> list[OutstandingGroup]:
-        """Groups that must go into the step at `version`: one step later they would be too old."""
-        if self.eta is None:
-            return []
-        return [g for g in self.groups.values() if g.admitted_version <= version - self.eta]
-
-    def waiting_for(self, version: int, want: int | None = None) -> tuple[list[OutstandingGroup], int]:
-        """What the batch at `version` still lacks: required groups not READY, and the number of READY ones to come."""
-        want = self.batch if want is None else want
-        missing = [g for g in self.required(version) if g.state is not GroupState.READY]
-        return missing, max(0, want - len(self.ready))
-
     def choose(self, version: int, want: int | None = None) -> list[OutstandingGroup] | None:
         """The batch of the step at `version`, sorted by admission number, or None while it is not complete.
 
-        All required groups are in it; the rest is filled in order of completion. Nothing is taken out yet.
+        Nothing is taken out yet.
         """
-        want = self.batch if want is None else want
-        missing, lacking = self.waiting_for(version, want)
-        if missing or lacking:
+        selection = self.select(version, want, list(self.ready.values()))
+        if selection.lacking:
             return None
-        chosen = {g.number: g for g in self.required(version)}
-        if len(chosen) > want:
-            raise AssertionError(f"{len(chosen)} groups must go into the batch of {want} at version {version}")
-        for group in self.ready.values():
-            if len(chosen) >= want:
-                break
-            chosen.setdefault(group.number, group)
-        return [chosen[number] for number in sorted(chosen)]
+        return sorted(selection.chosen, key=lambda g: g.number)
 
     def ranks_to_flush(self, version: int, want: int | None = None) -> set[int]:
         """Ranks whose open shards hold what the batch lacks, once publishing them would complete it."""
-        want = self.batch if want is None else want
         finished = [g for g in self.groups.values() if g.state is GroupState.FINISHED]
-        missing, lacking = self.waiting_for(version, want)
-        if not finished or any(g.state is GroupState.RUNNING for g in missing) or len(finished) < lacking:
+        if not finished:
             return set()
-        needed = {g.number for g in missing}
-        for group in sorted(finished, key=lambda g: g.number):
-            if len(needed) >= max(lacking, len(missing)):
+        selection = self.select(version, want, [*self.ready.values(), *finished])
+        if selection.lacking:
+            return set()
+        return {g.rank for g in selection.chosen if g.state is GroupState.FINISHED}
+
+    def overdue(self, version: int, want: int | None = None) -> list[OutstandingGroup]:
+        """RUNNING groups that hold up the step at `version` although enough others are ready, oldest first."""
+        selection = self.select(version, want, list(self.ready.values()))
+        if not selection.lacking_urgent:
+            return []
+        running = [
+            g for g in self.groups.values()
+            if g.state is GroupState.RUNNING and self._deadline(g) <= selection.urgent_deadline
+        ]  # fmt: skip
+        return sorted(running, key=lambda g: (g.admitted_version, g.number))[: selection.lacking_urgent]
+
+    def select(self, version: int, want: int | None, candidates: list[OutstandingGroup]) -> Selection:
+        """Chooses from `candidates` (in order of completion) so that no group can ever become too old.
+
+        A group admitted at version a must be trained on at step a + eta at the latest: its deadline. Each step takes
+        `batch` groups, so for every deadline d at most (d - version) * batch groups due by d may be left after this
+        step; what exceeds that must be in it. (Taking only what is due *now* is not enough: young groups that
+        complete early would push old ones together into one later step.) The rest is filled in order of completion.
+        """
+        want = self.batch if want is None else want
+        chosen: dict[int, OutstandingGroup] = {}
+        if self.eta is not None:
+            due: Counter[int] = Counter(self._deadline(g) for g in self.groups.values())
+            due_by = 0
+            for deadline in range(version, version + self.eta + 1):
+                due_by += due[deadline]
+                needed = due_by - (deadline - version) * self.batch
+                for group in candidates:
+                    if len(chosen) >= needed:
+                        break
+                    if self._deadline(group) <= deadline:
+                        chosen.setdefault(group.number, group)
+                if len(chosen) < needed:
+                    return Selection(list(chosen.values()), want - len(chosen), needed - len(chosen), deadline)
+        if len(chosen) > want:
+            raise AssertionError(f"{len(chosen)} groups must go into the batch of {want} at version {version}")
+        for group in candidates:
+            if len(chosen) >= want:
                 break
-            needed.add(group.number)
-        return {g.rank for g in finished if g.number in needed}
+            chosen.setdefault(group.number, group)
+        return Selection(list(chosen.values()), want - len(chosen))
+
+    def _deadline(self, group: OutstandingGroup) -> int:
+        assert self.eta is not None
+        return group.admitted_version + self.eta
 
     def in_shard(self, shard: str) -> list[OutstandingGroup]:
         return [g for g in self.ready.values() if g.shard == shard]
