@@ -227,6 +227,8 @@ class Plan(Message, frozen=True):
     shards: tuple[str, ...]
     minibatches: tuple[tuple[tuple[PlannedRow, ...], ...], ...]
     """[minibatch][micro-batch][row]; every rank has the same number of micro-batches, some may be empty."""
+    groups: tuple[int, ...]
+    """All groups of the batch over all ranks, ascending."""
     num_active: tuple[int, ...]
     """Global number of active tokens of each minibatch, over all ranks: the token-mean denominator."""
     num_sequences: tuple[int, ...]

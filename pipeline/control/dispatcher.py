@@ -23,6 +23,9 @@ class AdmissionOrder(Protocol):
 
     def admit(self) -> tuple[int, int] | None: ...
     def close(self, group: int, how: str) -> None: ...
+    def adopt(self, groups: Sequence[int]) -> None: ...
+    def is_closed(self, group: int) -> bool: ...
+    def example(self, group: int) -> int: ...
     def state(self) -> dict[str, Any]: ...
 
 
@@ -30,12 +33,21 @@ class RolloutFailure(RuntimeError):
     """Groups fail one after the other: the workflow, the reward or the engine is broken."""
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A group that ended without being consumed."""
+
+    group: int
+    try_number: int
+    reason: str
+
+
 @dataclass
 class Losses:
     """Groups that left without being trained on, since the last step: written in the ledger with it."""
 
-    filtered: list[int] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
+    filtered: list[Loss] = field(default_factory=list)
+    skipped: list[Loss] = field(default_factory=list)
 
 
 class RankLoads:
@@ -92,6 +104,32 @@ class Dispatcher:
         self.admission.accepted = version * self.admission.batch
         self.tries = {int(number): int(try_number) for number, try_number in state["tries"].items()}
         self.counts.update(state["counts"])
+
+    def adopt(self, notices: Sequence[Published], version: int) -> set[str]:
+        """After `restore`: shards of an earlier attempt, made with weights that all attempts share, are used as they are.
+
+        The first shard of a group counts; groups that have ended or would be too old are left out. Returns the
+        shards that are needed.
+        """
+        kept = set()
+        for notice in notices:
+            for published in notice.groups:
+                oldest = min(row.min_version for row in published.rows)
+                too_old = self.table.eta is not None and oldest + self.table.eta < version
+                if too_old or published.group in self.table.groups or self.cursor.is_closed(published.group):
+                    continue
+                self.cursor.adopt([published.group])
+                self.table.admit(
+                    OutstandingGroup(
+                        published.group, published.try_number, self.cursor.example(published.group), oldest, -1,
+                        time.monotonic(),
+                    )
+                )  # fmt: skip
+                self.table.publish(notice.path, published)
+                self.admission.accepted += 1
+                self.tries.pop(published.group, None)
+                kept.add(notice.path)
+        return kept
 
     def admit_all(self) -> None:
         """Admits while there is capacity, data, and a step left that needs it."""
@@ -152,10 +190,10 @@ class Dispatcher:
         self.table.remove(group.number)
         self.counts[f"rejected_{message.reason}"] += 1
         if message.reason == "none":
-            self._lose(group, "filtered")
+            self._lose(group, "filtered", "the workflow returned None")
             return
         if message.reason == "too_long":
-            self._lose(group, "skipped")
+            self._lose(group, "skipped", message.detail or message.reason)
             return
         self.consecutive_failures += 1
         if self.consecutive_failures >= self.config.rollout.max_consecutive_failures:
@@ -216,13 +254,14 @@ class Dispatcher:
     def _issue_again(self, group: OutstandingGroup, try_number: int) -> None:
         if try_number > self.config.rollout.max_reissues:
             self.counts["skipped"] += 1
-            self._lose(group, "skipped")
+            self._lose(group, "skipped", f"{try_number} tries failed")
         else:
             self.reissues.append((group.number, group.example, try_number))
 
-    def _lose(self, group: OutstandingGroup, how: str) -> None:
+    def _lose(self, group: OutstandingGroup, how: str, reason: str) -> None:
         self.cursor.close(group.number, how)
-        (self.losses.filtered if how == "filtered" else self.losses.skipped).append(group.number)
+        losses = self.losses.filtered if how == "filtered" else self.losses.skipped
+        losses.append(Loss(group.number, group.try_number, reason))
 
     def _stop_running(self, group: OutstandingGroup) -> None:
         self.ranks.add(group.rank, -1)

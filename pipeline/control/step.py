@@ -71,7 +71,8 @@ def make_plans(batch: StepRows, plan_rows: PlanRows, version: int, round_number:
                 cut.append(tuple(chosen))
             planned.append(tuple(cut))
         plans.append((tuple(shards), tuple(planned)))
+    all_groups = tuple(sorted({int(number) for number in numbers}))
     return [
-        Plan(version, round_number, shards, planned, tuple(num_active), tuple(num_sequences))
+        Plan(version, round_number, shards, planned, all_groups, tuple(num_active), tuple(num_sequences))
         for shards, planned in plans
     ]

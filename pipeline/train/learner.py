@@ -65,10 +65,11 @@ class LearnerParts:
     engine: TrainEngine
     read_rows: Callable[[Sequence[RowKey]], list[tuple[int, Trajectory]]]
     """In the order of the keys; raises BadRowsError."""
-    add_advantages: Callable[[list[PackedBatch], list[list[float]]], None]
-    """Puts `advantages` [M] into each batch's extra, from one advantage a sequence (may be collective)."""
-    make_loss: Callable[[int, int], LossFunction]
-    """(active tokens, sequences) of the global minibatch -> its loss."""
+    add_advantages: Callable[[list[PackedBatch], list[list[float]], Sequence[int]], None]
+    """Given all group numbers of the global batch, puts `advantages` [M] into each batch's extra, from one advantage a sequence (may be collective)."""
+    make_loss: Callable[[int, int, int], LossFunction]
+    """(active tokens, sequences of the global minibatch, version) -> its loss."""
+    needs_prox_forward: bool
     send_weights: Callable[[PublishWeights, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], None]
     check_sequences: list[list[int]]
     checkpoint_folder: Callable[[int], Path]
@@ -147,16 +148,14 @@ class Learner:
         began = time.monotonic()
         flat = [batch for minibatch in rows.batches for batch in minibatch]
         self._add_proximal(flat)
-        self.parts.add_advantages(flat, [a for minibatch in rows.advantages for a in minibatch])
+        self.parts.add_advantages(flat, [a for minibatch in rows.advantages for a in minibatch], rows.plan.groups)
         engine, temperature = self.parts.engine, self.config.gconfig.temperature
         engine.set_progress(self.version / max(self.num_steps, 1))
         totals: dict[str, float] = {}
         for index, batches in enumerate(rows.batches):
-            loss = self.parts.make_loss(rows.plan.num_active[index], rows.plan.num_sequences[index])
-            for name, value in engine.train_batch(batches, loss, temperature).items():
-                totals[name] = totals.get(name, 0.0) + value
-        for name in ("lr", "grad_norm"):
-            totals[name] = totals[name] / len(rows.batches)
+            plan = rows.plan
+            loss = self.parts.make_loss(plan.num_active[index], plan.num_sequences[index], commit.version)
+            _accumulate(totals, engine.train_batch(batches, loss, temperature), len(rows.batches))
         self.version = commit.version + 1
         self.parts.set_version(self.version)
         stats = derive_stats(totals)
@@ -164,13 +163,11 @@ class Learner:
 
     def _add_proximal(self, batches: list[PackedBatch]) -> None:
         """Log-probs by the weights at the start of the step, in the same packing as the update."""
-        if self.config.actor.prox_logp_method in ("recompute", "metrics"):
+        if self.parts.needs_prox_forward:
             self.parts.set_phase("proximal log-probs")
             found = self.parts.engine.forward(batches, self.config.gconfig.temperature)
             for batch, logprobs in zip(batches, found, strict=True):
                 batch.extra["prox_logprobs"] = logprobs.cpu().numpy()
-        for batch in batches:
-            batch.extra["trainer_version"] = np.full(batch.num_sequences, self.version, dtype=np.int32)
         self.parts.set_phase("training")
 
     def publish(self, message: PublishWeights) -> None:
@@ -210,16 +207,25 @@ class Learner:
             self.parts.post.send(self.parts.head, message)
 
 
-def derive_stats(totals: dict[str, float]) -> dict[str, float]:
-    """Sums over the global batch -> means: `sum/NAME` is divided by `count`, the rest is kept."""
-    count = max(totals.get("count", 0.0), 1.0)
-    stats = {}
-    for name, value in totals.items():
-        if name.startswith("sum/"):
-            stats[f"train/{name[4:]}"] = value / count
+def _accumulate(totals: dict[str, float], stats: dict[str, float], num_minibatches: int) -> None:
+    """Adds a minibatch: sums add up, maxima are kept, what holds for each update is averaged."""
+    for name, value in stats.items():
+        if name.endswith("_max"):
+            totals[name] = max(totals.get(name, value), value)
+        elif name in ("lr", "grad_norm", "loss"):
+            totals[name] = totals.get(name, 0.0) + value / num_minibatches
         else:
-            stats[f"train/{name}"] = value
-    return stats
+            totals[name] = totals.get(name, 0.0) + value
+
+
+def derive_stats(sums: dict[str, float]) -> dict[str, float]:
+    """Statistics of the global batch: sums over tokens become means; maxima, norms and counts stay as they are."""
+    tokens = max(sums.get("tokens", 0.0), 1.0)
+    kept = {"loss", "tokens", "sequences", "lr", "grad_norm", "update_skipped"}
+    return {
+        f"train/{name}": value if name in kept or name.endswith("_max") else value / tokens
+        for name, value in sums.items()
+    }
 
 
 def _bare_trajectory(ids: Sequence[int]) -> Trajectory:
