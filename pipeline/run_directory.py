@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from pekoe.pipeline import files
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,27 @@ class RunDirectory:
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)
+
+    def relative(self, path: Path) -> str:
+        """A path inside the run as messages and the ledger name it: relative to the run directory."""
+        return path.relative_to(self.path).as_posix()
+
+    def put_aside(self, path: Path, reason: str) -> Path | None:
+        """Moves a file out of the run, with its reason beside it; None when it is no longer there."""
+        name = self.relative(path).replace("/", "__")
+        target = self.set_aside / name
+        count = 0
+        while target.exists():
+            count += 1
+            target = self.set_aside / f"{name}.{count}"
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:
+            return None
+        record = {"path": self.relative(path), "reason": reason, "time": time.time()}
+        files.write_json(target.with_name(f"{target.name}.reason.json"), record)
+        files.fsync_folder(path.parent)
+        return target
 
     def create(self) -> None:
         """Makes the folders, readable by the owner only; existing ones are kept."""

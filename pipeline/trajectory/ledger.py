@@ -1,0 +1,150 @@
+"""The ledger: how every admitted group ended, one immutable file per training step.
+
+A group ends exactly once per epoch: consumed (trained on), filtered (sampled, then rejected on purpose) or skipped
+(given up). A record is durable before the checkpoint that relies on it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pekoe.pipeline import files
+from pekoe.pipeline.messages import Published
+from pekoe.pipeline.run_directory import RunDirectory
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one group."""
+
+    group: int
+    """Admission number."""
+    try_number: int
+    shard: str = ""
+    """Where its rows lie, relative to the run directory; empty when it was never published."""
+    rows: tuple[int, ...] = ()
+    reason: str = ""
+    """Why it was filtered or skipped; empty for consumed groups."""
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """What became of groups during the step that made version `step`."""
+
+    step: int
+    time: float
+    consumed: tuple[Entry, ...] = ()
+    filtered: tuple[Entry, ...] = ()
+    skipped: tuple[Entry, ...] = ()
+    info: dict[str, Any] = {}
+
+    @property
+    def ended(self) -> tuple[Entry, ...]:
+        """All groups that ended in this step."""
+        return self.consumed + self.filtered + self.skipped
+
+
+@dataclass(frozen=True)
+class LedgerSummary:
+    """Totals over all recorded steps."""
+
+    steps: int
+    last_step: int
+    consumed_groups: int
+    consumed_rows: int
+    filtered: dict[str, int]
+    """Groups by reason."""
+    skipped: dict[str, int]
+
+
+class Ledger:
+    """Records of a run in `RUN/ledger/`; written by the head only. Steps count from 1: step s makes version s."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def _path(self, step: int) -> Path:
+        return self._run.ledger / f"step-{step:08d}.json"
+
+    def record(
+        self,
+        step: int,
+        *,
+        consumed: Sequence[Entry] = (),
+        filtered: Sequence[Entry] = (),
+        skipped: Sequence[Entry] = (),
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes the record of a step, durably.
+
+        Raises ValueError when the step is recorded already or a group is named twice; OSError when the disk refuses.
+        """
+        if self._path(step).exists():
+            raise ValueError(f"ledger: step {step} is recorded already")
+        made = StepRecord(step, time.time(), tuple(consumed), tuple(filtered), tuple(skipped), info or {})
+        twice = [group for group, count in Counter(entry.group for entry in made.ended).items() if count > 1]
+        if twice:
+            raise ValueError(f"ledger: step {step} ends groups twice: {twice[:5]}")
+        files.write_bytes(self._path(step), msgspec.json.encode(made))
+
+    def steps(self) -> list[int]:
+        """Recorded steps, rising."""
+        return sorted(int(path.stem.partition("-")[2]) for path in self._run.ledger.glob("step-*.json"))
+
+    def read(self, up_to_step: int | None = None) -> list[StepRecord]:
+        """The records of steps 1..up_to_step (all, when None), in order.
+
+        Raises ValueError when a step is missing or unreadable: going on would consume its groups again.
+        """
+        steps = self.steps()
+        last = max(steps, default=0) if up_to_step is None else up_to_step
+        missing = sorted(set(range(1, last + 1)) - set(steps))
+        if missing:
+            raise ValueError(
+                f"ledger: no record of step {missing[0]} in {self._run.ledger} ({len(missing)} missing up to {last})"
+            )
+        return [self._read_step(step) for step in range(1, last + 1)]
+
+    def _read_step(self, step: int) -> StepRecord:
+        path = self._path(step)
+        try:
+            made = msgspec.json.decode(files.read_bytes(path), type=StepRecord)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"ledger: {path} is damaged: {error}") from error
+        if made.step != step:
+            raise ValueError(f"ledger: {path} holds the record of step {made.step}")
+        return made
+
+    def set_aside_after(self, step: int) -> list[int]:
+        """For resume at `step`: puts later records aside; gives the steps that they were of."""
+        later = [number for number in self.steps() if number > step]
+        for number in reversed(later):
+            self._run.put_aside(self._path(number), f"the run went on from step {step}")
+        return later
+
+    def summary(self) -> LedgerSummary:
+        """Totals of what is recorded."""
+        records = self.read()
+        return LedgerSummary(
+            steps=len(records),
+            last_step=records[-1].step if records else 0,
+            consumed_groups=sum(len(made.consumed) for made in records),
+            consumed_rows=sum(len(entry.rows) for made in records for entry in made.consumed),
+            filtered=dict(Counter(entry.reason for made in records for entry in made.filtered)),
+            skipped=dict(Counter(entry.reason for made in records for entry in made.skipped)),
+        )
+
+
+def ended_groups(records: Iterable[StepRecord]) -> set[int]:
+    """Admission numbers of all groups that ended in these records."""
+    return {entry.group for made in records for entry in made.ended}
+
+
+def spent_shards(published: Iterable[Published], records: Iterable[StepRecord]) -> list[str]:
+    """Shards whose groups have all ended: collectable once a complete checkpoint covers these records."""
+    ended = ended_groups(records)
+    return [notice.path for notice in published if all(group.group in ended for group in notice.groups)]

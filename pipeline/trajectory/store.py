@@ -1,0 +1,202 @@
+"""The directory of shards as its readers and its owner see it: read rows, put bad files aside, collect consumed ones.
+
+Every trainer rank reads through its own store. Only the head puts aside and collects; a file that vanished meanwhile is
+reported as bad rows, never a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pekoe.pipeline.files import PART
+from pekoe.pipeline.messages import Published
+from pekoe.pipeline.records import Trajectory
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory.shard import NOT_THERE_YET, SUFFIX, BadShard, Shard
+
+FIRST_PAUSE_SECONDS = 0.01
+LONGEST_PAUSE_SECONDS = 0.5
+
+
+class BadRows(Exception):
+    """Rows that could not be read, each with its reason; no row of the call was handed out."""
+
+    def __init__(self, rows: Sequence[tuple[str, int, str]]) -> None:
+        shown = "; ".join(f"{shard} row {row}: {reason}" for shard, row, reason in rows[:3])
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        super().__init__(f"{len(rows)} rows cannot be read: {shown}{more}")
+        self.rows = tuple(rows)
+        """(shard, row, reason), as `RowsRead.bad` wants it."""
+
+
+class Store:
+    """Shards of a run, by path relative to the run directory. Safe to call from any thread; one call at a time runs.
+
+    `retry_seconds` bounds how long one `read` waits, in all, for names that are late on a network filesystem (ENOENT,
+    ESTALE). At most `open_shards` files are kept open, so memory and handles are bounded.
+    """
+
+    def __init__(self, run: RunDirectory, *, open_shards: int = 16, retry_seconds: float = 5.0) -> None:
+        self._run = run
+        self._open_shards = open_shards
+        self._retry_seconds = retry_seconds
+        self._lock = threading.Lock()
+        self._shards: OrderedDict[str, Shard] = OrderedDict()
+        self._process = os.getpid()
+        self.num_quarantined = 0
+        """Files put aside by this store."""
+
+    def close(self) -> None:
+        """Closes all files; the store can be used again."""
+        with self._lock:
+            for shard in self._shards.values():
+                shard.close()
+            self._shards.clear()
+
+    def read(self, keys: Sequence[tuple[str, int]]) -> list[tuple[int, Trajectory]]:
+        """(group number, trajectory) of each (shard, row), in the order asked; every byte verified.
+
+        Raises BadRows naming all rows that cannot be read; then nothing is returned.
+        """
+        rows_by_shard: dict[str, list[int]] = {}
+        for name, row in keys:
+            rows_by_shard.setdefault(name, []).append(row)
+        found: dict[tuple[str, int], tuple[int, Trajectory]] = {}
+        bad: list[tuple[str, int, str]] = []
+        deadline = time.monotonic() + self._retry_seconds
+        with self._lock:
+            for name, rows in rows_by_shard.items():
+                try:
+                    values = self._read_rows(name, rows, deadline)
+                except (BadShard, OSError) as error:
+                    reason = error.reason if isinstance(error, BadShard) else str(error)
+                    bad.extend((name, row, reason) for row in rows)
+                    continue
+                found.update(zip(((name, row) for row in rows), values, strict=True))
+        if bad:
+            raise BadRows(bad)
+        return [found[name, row] for name, row in keys]
+
+    def _read_rows(self, name: str, rows: Sequence[int], deadline: float) -> list[tuple[int, Trajectory]]:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return self._opened(name).read(rows)
+            except BadShard:
+                self._forget(name)
+                raise
+            except OSError as error:
+                self._forget(name)
+                if error.errno not in NOT_THERE_YET or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _opened(self, name: str) -> Shard:
+        """The open shard of this name; opened again when the file changed or the process forked."""
+        if self._process != os.getpid():
+            self._shards.clear()
+            self._process = os.getpid()
+        path = self._run.path / name
+        shard = self._shards.get(name)
+        if shard is not None:
+            status = os.stat(path)
+            if shard.identity == (status.st_size, status.st_mtime_ns):
+                self._shards.move_to_end(name)
+                return shard
+            self._forget(name)
+        shard = self._shards[name] = Shard(path)
+        if len(self._shards) > self._open_shards:
+            self._forget(next(iter(self._shards)))
+        return shard
+
+    def _forget(self, name: str) -> None:
+        shard = self._shards.pop(name, None)
+        if shard is not None:
+            shard.close()
+
+    def paths(self) -> list[str]:
+        """All published shards on the disk, in the order of their names."""
+        return sorted(self._run.relative(path) for path in self._run.shards.glob(f"*/*{SUFFIX}"))
+
+    def notice(self, name: str) -> Published:
+        """The notice of a shard, made from the verified file; raises BadShard, or OSError when it is gone."""
+        with Shard(self._run.path / name) as shard:
+            shard.verify()
+            return Published(path=name, groups=shard.notice())
+
+    def adoptable(self, max_version: int) -> list[Published]:
+        """For resume: notices of the valid shards without a token newer than `max_version`; others are put aside.
+
+        The caller drops groups that the ledger names and takes the first per (group, try).
+        """
+        notices = []
+        for name in self.paths():
+            try:
+                notice = self.notice(name)
+            except BadShard as error:
+                self.quarantine(name, error.reason)
+                continue
+            newest = max(row.max_version for group in notice.groups for row in group.rows)
+            if newest > max_version:
+                self._put_aside(name, f"has tokens of version {newest}, the run goes on from version {max_version}")
+            else:
+                notices.append(notice)
+        return notices
+
+    def quarantine(self, name: str, reason: str) -> bool:
+        """Moves a bad shard to the set-aside folder with its reason and counts it; False when it was gone already."""
+        moved = self._put_aside(name, reason)
+        self.num_quarantined += moved
+        return moved
+
+    def _put_aside(self, name: str, reason: str) -> bool:
+        with self._lock:
+            self._forget(name)
+        return self._run.put_aside(self._run.path / name, reason) is not None
+
+    def collect(self, names: Iterable[str]) -> int:
+        """Deletes shards whose groups have all ended in the ledger of a complete checkpoint; gives their number."""
+        count = 0
+        for name in names:
+            with self._lock:
+                self._forget(name)
+            try:
+                (self._run.path / name).unlink()
+            except FileNotFoundError:
+                continue
+            count += 1
+        return count
+
+    def set_aside_unknown(self, attempt: int, keep: Iterable[str]) -> list[str]:
+        """For resume, before `attempt` writes: puts aside what earlier attempts left and `keep` does not name.
+
+        Temporary files are deleted, empty folders removed. Files of `attempt` or later ones are not touched.
+        """
+        kept = set(keep)
+        moved = []
+        for folder in sorted(path for path in self._run.shards.iterdir() if path.is_dir()):
+            if _attempt_of(folder) >= attempt:
+                continue
+            for path in sorted(folder.iterdir()):
+                name = self._run.relative(path)
+                if path.name.endswith(PART):
+                    path.unlink(missing_ok=True)
+                elif name not in kept and self._put_aside(
+                    name, f"left by an earlier attempt, not adopted by attempt {attempt}"
+                ):
+                    moved.append(name)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        return moved
+
+
+def _attempt_of(folder: Path) -> int:
+    """Attempt number of a writer's folder (`<attempt>-<writer>`); -1 for a name of another form."""
+    number = folder.name.partition("-")[0]
+    return int(number) if number.isdigit() else -1
