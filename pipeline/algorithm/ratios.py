@@ -1,0 +1,39 @@
+"""Importance ratios of the policy being optimised, per token or per sequence, and approximations of the proximal
+policy."""
+
+from __future__ import annotations
+
+import torch
+from pekoe.pipeline.algorithm.kl import log_ratio, safe_exp
+from pekoe.pipeline.algorithm.segments import segment_mean
+from torch import Tensor
+
+
+def policy_ratio(
+    logprobs: Tensor, base: Tensor, advantages: Tensor, mask: Tensor, index: Tensor, num_sequences: int, level: str
+) -> tuple[Tensor, Tensor]:
+    """(ratio [M], advantages [M]): `exp(logprobs - base)` per token, or the geometric mean over a sequence's active
+    tokens.
+
+    In sequence level (GSPO, Zheng et al. 2025) ratio and mean advantage are those of the sequence, on each of its
+    tokens.
+    """
+    lr = log_ratio(logprobs, base, mask)
+    if level == "token":
+        return safe_exp(lr), advantages
+    if level == "sequence":
+        mean = segment_mean(lr, mask, index, num_sequences)[index]
+        return safe_exp(mean), segment_mean(advantages, mask, index, num_sequences)[index]
+    raise ValueError(f"importance_sampling_level: {level!r} is not allowed; token or sequence")
+
+
+def loglinear_logprobs(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
+    """Proximal log-probs without a forward pass (A-3PO): `b + alpha (sg(logprobs) - b)` per token.
+
+    `alpha = clamp((version - 1 - v_b) / (version - v_b), 0, 1)` with the token's own version `v_b`; 0 where it is
+    unknown (< 0) or not older than `version`, the trainer's.
+    """
+    age = version - versions.to(behaviour.dtype)
+    known = (versions >= 0) & (age > 0)
+    alpha = torch.where(known, ((age - 1) / age.clamp(min=1)).clamp(0, 1), torch.zeros_like(age))
+    return behaviour + alpha * (logprobs.detach() - behaviour)
