@@ -1,0 +1,92 @@
+"""The ledger: each group ends once, records are immutable, resume sets the abandoned future aside."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from pekoe.pipeline import files
+from pekoe.pipeline.messages import Published, PublishedGroup
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory.ledger import Entry, Ledger, ended_groups, spent_shards
+
+
+def entry(group: int, shard: str = "shards/0-a/000000.h5", reason: str = "") -> Entry:
+    return Entry(group, 0, shard, (0, 1), reason)
+
+
+@pytest.fixture
+def ledger(run: RunDirectory) -> Ledger:
+    return Ledger(run)
+
+
+def test_records_come_back_in_order(ledger: Ledger) -> None:
+    ledger.record(1, consumed=[entry(0), entry(1)], filtered=[entry(2, reason="equal rewards")], info={"batch": 2})
+    ledger.record(2, consumed=[entry(4)], skipped=[Entry(3, 2, reason="timeout")])
+    first, second = ledger.read()
+    assert first.consumed == (entry(0), entry(1))
+    assert first.info == {"batch": 2}
+    assert second.skipped == (Entry(3, 2, "", (), "timeout"),)
+    assert ledger.read(1) == [first]
+    assert ledger.read(0) == []
+    summary = ledger.summary()
+    assert (summary.steps, summary.last_step, summary.consumed_groups, summary.consumed_rows) == (2, 2, 3, 6)
+    assert summary.filtered == {"equal rewards": 1}
+    assert summary.skipped == {"timeout": 1}
+
+
+def test_a_step_is_recorded_once_and_a_group_ends_once(ledger: Ledger) -> None:
+    ledger.record(1, consumed=[entry(0)])
+    with pytest.raises(ValueError, match="step 1 is recorded already"):
+        ledger.record(1)
+    with pytest.raises(ValueError, match=r"ends groups twice: \[5\]"):
+        ledger.record(2, consumed=[entry(5)], skipped=[entry(5)])
+    assert ledger.steps() == [1]
+
+
+def test_a_missing_or_damaged_record_stops_a_resume(ledger: Ledger, run: RunDirectory) -> None:
+    for step in (1, 2, 3):
+        ledger.record(step, consumed=[entry(step)])
+    with pytest.raises(ValueError, match="no record of step 4"):
+        ledger.read(4)
+    (run.ledger / "step-00000002.json").write_text("{")
+    with pytest.raises(ValueError, match=r"step-00000002.json is damaged"):
+        ledger.read()
+    (run.ledger / "step-00000002.json").unlink()
+    with pytest.raises(ValueError, match="no record of step 2"):
+        ledger.read(3)
+
+
+def test_resume_sets_later_records_aside_and_steps_can_be_made_again(ledger: Ledger, run: RunDirectory) -> None:
+    for step in (1, 2, 3):
+        ledger.record(step, consumed=[entry(step)])
+    assert ledger.set_aside_after(1) == [2, 3]
+    assert ledger.steps() == [1]
+    ledger.record(2, consumed=[entry(9)])
+    assert ended_groups(ledger.read()) == {1, 9}
+    assert ledger.set_aside_after(1) == [2]
+    assert len(list(run.set_aside.glob("ledger__step-00000002*"))) == 4
+
+
+def test_a_full_disk_leaves_no_record(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        ledger.record(1, consumed=[entry(0)])
+    monkeypatch.undo()
+    assert ledger.steps() == []
+    ledger.record(1, consumed=[entry(0)])
+
+
+def test_only_shards_whose_groups_all_ended_are_spent(ledger: Ledger) -> None:
+    def notice(path: str, *groups: int) -> Published:
+        return Published(path, tuple(PublishedGroup(group, 0, ()) for group in groups))
+
+    published = [notice("a", 0, 1), notice("b", 2, 3), notice("c", 9)]
+    ledger.record(1, consumed=[entry(0, "a"), entry(2, "b")])
+    assert spent_shards(published, ledger.read()) == []
+    ledger.record(2, filtered=[entry(1, "a", "equal rewards")], skipped=[entry(9, "c", "stale")])
+    assert spent_shards(published, ledger.read()) == ["a", "c"]
