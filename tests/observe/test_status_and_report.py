@@ -1,0 +1,176 @@
+"""What people read of a run from its files: status and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pekoe.pipeline.messages import Heartbeat
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats, write_heartbeat
+from pekoe.pipeline.observe.metrics import MetricsWriter
+from pekoe.pipeline.observe.report import report
+from pekoe.pipeline.observe.status import status
+from pekoe.pipeline.run_directory import RunDirectory
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "experiment" / "trial")
+    directory.create()
+    return directory
+
+
+def beat(rank: int, role: str, phase: str, **more: float) -> Heartbeat:
+    return Heartbeat(rank, role, f"node-{rank}", 4000 + rank, 7, phase, 12.0, 3, dict(more))
+
+
+def test_heartbeats_come_back_by_rank_and_damaged_ones_are_left_out(run: RunDirectory) -> None:
+    written = [
+        beat(2, "rollout", "decode", running=3.0),
+        beat(0, "trainer", "wait for rows"),
+        beat(10, "rollout", "done"),
+    ]
+    for item in written:
+        write_heartbeat(run, item, NOW)
+    (run.heartbeats / "rank-5.json").write_text('{"rank": 5, "ro')
+    (run.heartbeats / "rank-6.json").write_text("{}")
+    (run.heartbeats / "rank-7.json").write_text("[]")
+    found = read_heartbeats(run)
+    assert [item.heartbeat for item in found] == [written[1], written[0], written[2]]
+    assert {item.time for item in found} == {NOW}
+    assert found[0].age_seconds(NOW + 2.5) == 2.5
+    assert found[0].age_seconds(NOW - 5) == 0, "clocks that disagree give no negative age"
+
+
+def test_a_heartbeat_file_holds_the_documented_fields(run: RunDirectory) -> None:
+    write_heartbeat(run, beat(1, "rollout", "decode", tokens=5.0), NOW)
+    record = json.loads((run.heartbeats / "rank-1.json").read_text())
+    assert record == {
+        **{"rank": 1, "role": "rollout", "host": "node-1", "pid": 4001, "counter": 7, "phase": "decode"},
+        **{"phase_seconds": 12.0, "version": 3, "gauges": {"tokens": 5.0}, "time": NOW},
+    }
+
+
+def row_of(text: str, role: str) -> str:
+    return next(line for line in text.splitlines() if f" {role} " in line)
+
+
+def test_status_shows_ranks_figures_files_and_errors(run: RunDirectory) -> None:
+    write_heartbeat(run, beat(0, "trainer", "wait for rows", ready=2.0), NOW - 3)
+    write_heartbeat(run, beat(1, "rollout", "decode", oldest_seconds=41.5), NOW - 300)
+    with MetricsWriter(run, 0, tensorboard=False) as writer:
+        writer.write(4, {"reward/mean": 0.5, "staleness/max": 2, "eval/accuracy": 0.7})
+        writer.write(5, {"reward/mean": 0.75, "staleness/max": 3})
+    (run.shards / "0-rank-1").mkdir()
+    (run.shards / "0-rank-1" / "000000.h5").touch()
+    (run.checkpoints / "step-9").mkdir()
+    (run.checkpoints / "step-10").mkdir()
+    error = {
+        "attempt": 0,
+        "rank": 1,
+        "role": "rollout",
+        "host": "node-1",
+        "phase": "decode",
+        "error": "killed by signal 9",
+    }
+    (run.errors / "attempt-0.json").write_text(json.dumps(error))
+    text = status(run.path, now=NOW)
+    trainer, rollout = row_of(text, "trainer"), row_of(text, "rollout")
+    for word in ("node-0", "4000", "alive", "3 s ago", "wait for rows", "0:15", "ready=2"):
+        assert word in trainer
+    for word in ("silent", "300 s ago", "decode", "5:12", "oldest_seconds=41.5"):
+        assert word in rollout
+    assert "silent for over 15 s: rank 1" in text
+    assert "last step 5: reward/mean 0.75, eval/accuracy 0.7 (step 4), staleness/max 3" in text
+    assert "1 shards, 2 checkpoints (newest step-10), 0 files set aside" in text
+    assert "rank 1 (rollout, node-1) in phase 'decode': killed by signal 9" in text
+
+
+def test_status_of_a_run_that_has_just_begun(run: RunDirectory) -> None:
+    text = status(run.path)
+    assert "no heartbeats yet" in text
+    assert "no training step yet" in text
+
+
+def test_status_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a run directory"):
+        status(tmp_path / "nowhere")
+
+
+BEATING = """
+import sys, time
+from pathlib import Path
+from pekoe.pipeline.messages import Heartbeat
+from pekoe.pipeline.observe.heartbeat_files import write_heartbeat
+from pekoe.pipeline.run_directory import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+for counter in range(100_000):
+    heartbeat = Heartbeat(0, "trainer", "here", 1, counter, "train", 0.0, 1, {"x": float(counter)})
+    write_heartbeat(run, heartbeat, time.time())
+    print(counter, flush=True)
+"""
+
+
+def test_a_stopped_or_killed_rank_still_has_its_last_heartbeat(run: RunDirectory) -> None:
+    process = subprocess.Popen([sys.executable, "-c", BEATING, str(run.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for _ in range(50):
+            process.stdout.readline()
+        for kind in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(process.pid, kind)
+            (item,) = read_heartbeats(run)
+            assert item.heartbeat.counter >= 49
+            assert item.heartbeat.gauges == {"x": float(item.heartbeat.counter)}
+            assert "trainer" in status(run.path)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize("num_steps", [1, 8, 60])
+def test_a_report_has_curves_key_figures_and_places(run: RunDirectory, num_steps: int) -> None:
+    run.config.write_text("seed: 1\nname: <script>\n")
+    (run.exports / "step-9").mkdir()
+    (run.exports / "step-10").mkdir()
+    with MetricsWriter(run, 0, tensorboard=False) as writer:
+        for step in range(1, num_steps + 1):
+            writer.write(step, {"reward/mean": step / num_steps, "train/loss": float("nan")}, wall=NOW + step)
+        writer.write(0, {"eval/accuracy": 0.25}, wall=NOW)
+        writer.write(num_steps, {"eval/accuracy": 0.875}, wall=NOW + num_steps)
+    text = report(run)
+    assert "reward" in text
+    assert "held-out accuracy, first -> last: 0.250 -> 0.875" in text
+    assert f"training steps: {num_steps}" in text
+    assert str(run.path / "report.html") in text
+    assert str(run.exports / "step-10") in text
+    assert "\x1b" not in text, "the terminal plot is plain characters"
+    for name in ("reward.png", "accuracy.png"):
+        assert png_size(run.path / "report" / name) > (400, 200)
+    assert not (run.path / "report" / "train-loss.png").exists(), "a figure that was never finite has no curve"
+    page = (run.path / "report.html").read_text()
+    assert len(re.findall(r"data:image/png;base64,[A-Za-z0-9+/=]{1000,}", page)) == 2
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+    assert not re.search(r'(src|href)="(?!data:)', page), "the page needs nothing from outside"
+
+
+def test_a_report_of_no_figures_says_so(run: RunDirectory) -> None:
+    assert "no figures yet" in report(run)
+    assert not (run.path / "report.html").exists()
