@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,11 +15,28 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "torch.Tensor"]
 
 
+class TokenLogprobs(Protocol):
+    """Log-probs and entropies [M] of packed tokens from logits: holds the one shift between positions and tokens.
+
+    `logits_at(positions [K])` gives logits [K, V] at these positions of the buffer. Both results are 0 where `loss_mask` is 0.
+    """
+
+    def __call__(
+        self,
+        logits_at: Callable[[torch.Tensor], torch.Tensor],
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        loss_mask: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class LossFunction(Protocol):
     """A loss on packed, token-aligned tensors; knows no engine.
 
     `batch` holds the PackedBatch's arrays and `extra` as tensors on the engine's device. Returns the micro-batch's share of the
-    global loss (already divided by the global denominator: shares simply add up) and sums of statistics.
+    global loss (already divided by the global denominator: shares simply add up) and sums of statistics (maxima where the name
+    ends in `_max`), the same names for every micro-batch, an empty one included.
     """
 
     def __call__(
@@ -36,7 +53,7 @@ class TrainEngine(Protocol):
     data_parallel_size: int
 
     def forward(self, micro_batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
-        """Token log-probs [M] (float32, first token of a sequence 0) of each micro-batch at `temperature`, without gradient.
+        """Token log-probs [M] (float32, 0 where loss_mask is 0) of each micro-batch at `temperature`, without gradient.
         All ranks pass the same number of micro-batches; empty ones take part in the collectives."""
         ...
 
@@ -44,7 +61,7 @@ class TrainEngine(Protocol):
         self, micro_batches: Sequence[PackedBatch], loss: LossFunction, temperature: float
     ) -> dict[str, float]:
         """One optimiser update. Returns sums reduced over data-parallel ranks, and `grad_norm`, `lr`, `update_skipped` (1 when
-        the gradient was not finite: parameters and optimiser state are untouched)."""
+        the gradient was not finite or exactly 0: parameters and optimiser state are untouched)."""
         ...
 
     def set_progress(self, fraction_done: float) -> None:

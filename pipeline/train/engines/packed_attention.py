@@ -1,0 +1,172 @@
+"""Exact attention over packed sequences: no token sees another sequence.
+
+Transformers' own functions leak across packed sequences unless every one of several conditions holds, so this one is
+registered under a name of its own and is told the boundaries in every call (the keyword `packed_sequences` of the
+model's forward).
+
+Legend: T tokens laid end to end, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAMES = {"sdpa": "pekoe_packed_sdpa", "flash": "pekoe_packed_flash"}
+"""`actor.fsdp.attention` -> name in transformers' registry."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """Boundaries of the sequences of one forward pass."""
+
+    cu_seqlens: Tensor  # [S+1] int32, on the model's device
+    bounds: tuple[int, ...]
+    """The same numbers on the host: no kernel waits for them."""
+
+    @property
+    def max_length(self) -> int:
+        return max(end - start for start, end in self.spans())
+
+    def spans(self) -> list[tuple[int, int]]:
+        return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
+
+    @classmethod
+    def of(cls, cu_seqlens: Sequence[int], device: torch.device) -> PackedSequences:
+        bounds = tuple(int(bound) for bound in cu_seqlens)
+        return cls(torch.tensor(bounds, dtype=torch.int32, device=device), bounds)
+
+
+def choose_attention(wanted: str, device_choice: str, dtype: torch.dtype) -> str:
+    """`sdpa` or `flash`; `auto` is what the device prefers where flash-attn is installed and takes the dtype."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    installed = importlib.util.find_spec("flash_attn") is not None
+    if wanted == "auto":
+        return "flash" if device_choice == "flash" and installed and half else "sdpa"
+    if wanted == "flash" and not installed:
+        raise ValueError(
+            "actor.fsdp.attention: flash needs the package flash-attn, which is not installed; use sdpa or auto"
+        )
+    if wanted == "flash" and not half:
+        raise ValueError(
+            f"actor.fsdp.attention: flash needs actor.dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+        )
+    if wanted not in NAMES:
+        raise ValueError(f"actor.fsdp.attention: {wanted!r} is not allowed; auto, sdpa or flash")
+    return wanted
+
+
+def register(kind: str) -> str:
+    """Makes the packed attention known to transformers; returns the name for `attn_implementation`."""
+    functions = {"sdpa": sdpa_attention, "flash": flash_attention}
+    AttentionInterface.register(NAMES[kind], functions[kind])
+    AttentionMaskInterface.register(NAMES[kind], _no_mask)
+    return NAMES[kind]
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The boundaries come by keyword: there is no mask to build."""
+    return None
+
+
+def sdpa_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_sequences: PackedSequences | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each sequence by itself; `query` [1, H, T, D], `key` and `value` [1, G, T, D] -> [1, T, H,
+    D]."""
+    packed = _checked(module, query, attention_mask, packed_sequences, options)
+    if options.get("softcap") is not None:
+        raise ValueError(
+            "packed attention: this model caps attention scores, which sdpa cannot; use fsdp.attention flash"
+        )
+    pieces = []
+    for start, end in packed.spans():
+        mask = None
+        if sliding_window is not None and end - start > sliding_window:
+            mask = _window_mask(end - start, sliding_window, query.device)
+        part = slice(start, end)
+        pieces.append(
+            scaled_dot_product_attention(
+                query[:, :, part],
+                key[:, :, part],
+                value[:, :, part],
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
+
+
+def flash_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_sequences: PackedSequences | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As `sdpa_attention`, by flash-attn's variable-length kernel."""
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    packed = _checked(module, query, attention_mask, packed_sequences, options)
+    out = flash_attn_varlen_func(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_k=packed.cu_seqlens,
+        max_seqlen_q=packed.max_length,
+        max_seqlen_k=packed.max_length,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        softcap=options.get("softcap") or 0.0,
+    )
+    return out[None], None
+
+
+def _checked(
+    module: torch.nn.Module, query: Tensor, mask: Tensor | None, packed: PackedSequences | None, options: dict[str, Any]
+) -> PackedSequences:
+    """The boundaries; refuses everything that this attention would silently ignore."""
+    if packed is None:
+        raise ValueError("packed attention: called without packed_sequences")
+    if mask is not None:
+        raise ValueError("packed attention: takes no attention_mask")
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise ValueError(f"packed attention: {type(module).__name__} is not causal")
+    if options.get("s_aux") is not None:
+        raise ValueError("packed attention: attention sinks are not supported")
+    if query.shape[0] != 1 or query.shape[2] != packed.bounds[-1]:
+        raise ValueError(f"packed attention: {tuple(query.shape)} does not hold {packed.bounds[-1]} packed tokens")
+    return packed
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """[T, T] bool: the last `window` tokens up to each one."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal.triu(1 - window)
