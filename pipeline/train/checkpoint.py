@@ -1,6 +1,6 @@
 """Checkpoints of a run: complete or not there, the newest good one found again after any kill.
 
-    head: Save(step) ─► every trainer rank: begin(step), writes its files ─► Saved ─► head alone: commit(step), prune()
+    head: begin(step), Save ─► every trainer rank writes into part(step) ─► Saved ─► head: commit(step), prune()
 
 No rank decides by what it sees on the filesystem: the head looks (`latest`), and tells the others the path. A
 checkpoint is `step-N/`; a step that is saved again (after a resume) becomes `step-N.1/`, so that nothing complete is
@@ -50,29 +50,40 @@ class Checkpoints:
         self._attempt = attempt
         self._hashed = hashed
         self._resumed_from: Path | None = None
+        self._begun: set[Path] = set()
 
     def begin(self, step: int) -> Path:
-        """The folder to write step's files into; any rank may call it first, all get the same one."""
-        part = self._part(step)
+        """Head only, before any rank writes: an empty folder for the step; remains of an earlier try are removed."""
+        self.abandon(step)
+        part = self.part(step)
+        self._begun.add(part)
+        return part
+
+    def part(self, step: int) -> Path:
+        """Any rank: the folder to write the step's files into; all ranks get the same one."""
+        if step < 0:
+            raise ValueError(f"checkpoint of step {step}: steps count from 0")
+        part = self._folder / f"step-{step}.attempt-{self._attempt}{files.PART}"
         part.mkdir(parents=True, exist_ok=True)
         return part
 
     def commit(self, step: int, facts: dict[str, Any] | None = None) -> Path:
         """Head only, after all ranks reported their files as written: seals the folder and gives it its name."""
-        part = self._part(step)
-        if not part.is_dir():
-            raise ValueError(f"checkpoint of step {step}: commit without begin ({part} is not there)")
+        part = self.part(step)
+        if part not in self._begun:
+            raise ValueError(f"checkpoint of step {step}: commit without begin")
         taken = {found.save for found in self._all() if found.step == step}
         save = max(taken, default=-1) + 1
         final = self._folder / (f"step-{step}.{save}" if save else f"step-{step}")
         complete_folder.seal(part, {**(facts or {}), "step": step, "attempt": self._attempt}, self._hashed)
         files.publish(part, final)
+        self._begun.discard(part)
         self._resumed_from = None
         return final
 
     def abandon(self, step: int) -> None:
         """Head only, after all ranks reported and one failed: removes what was written of the step."""
-        complete_folder.discard(self._part(step))
+        complete_folder.discard(self.part(step))
 
     def latest(self, deep: bool = False) -> tuple[int, Path] | None:
         """Head only: the newest complete checkpoint, verified (`deep` compares hashes too); None when there never was
@@ -96,6 +107,19 @@ class Checkpoints:
             )
         return None
 
+    def complete(self, step: int) -> Path:
+        """The newest complete save of a step; raises ValueError when there is none."""
+        for found in sorted(self._all(), reverse=True):
+            if found.step == step:
+                try:
+                    complete_folder.verify(found.path)
+                except IncompleteFolderError as error:
+                    logger.warning("checkpoint of step %d is skipped: %s", step, error)
+                    continue
+                return found.path
+        have = ", ".join(str(number) for number in sorted({found.step for found in self._all()})) or "none"
+        raise ValueError(f"step: no complete checkpoint of step {step}; allowed: {have}")
+
     def open(self, path: Path, retry_seconds: float = 60.0) -> dict[str, Any]:
         """Any rank: waits until the checkpoint that the head chose is in this rank's view; gives its marker."""
         return complete_folder.verify(path, retry_seconds=retry_seconds)
@@ -118,11 +142,6 @@ class Checkpoints:
             complete_folder.discard(path)
         return surplus
 
-    def _part(self, step: int) -> Path:
-        if step < 0:
-            raise ValueError(f"checkpoint of step {step}: steps count from 0")
-        return self._folder / f"step-{step}.attempt-{self._attempt}{files.PART}"
-
     def _all(self) -> list[Checkpoint]:
         found = []
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
@@ -132,6 +151,5 @@ class Checkpoints:
 
     def _remains(self) -> list[Path]:
         """Begun by earlier attempts and never finished, or on the way out."""
-        mine = f".attempt-{self._attempt}{files.PART}"
-        begun = [path for path in self._folder.glob(f"step-*{files.PART}") if not path.name.endswith(mine)]
+        begun = [path for path in self._folder.glob(f"step-*{files.PART}") if path not in self._begun]
         return begun + list(self._folder.glob(f"step-*{complete_folder.DISCARDED}"))

@@ -46,9 +46,12 @@ def test_newest_is_found_in_numeric_order(run):
 
 def test_all_ranks_get_the_same_folder(run):
     head, other = Checkpoints(run, 1), Checkpoints(run, 1)
-    part = other.begin(3)
+    stale = other.part(3) / "half"
+    stale.write_text("from a save that failed")
+    part = head.begin(3)
+    assert not stale.exists()
+    assert other.part(3) == part
     (part / "b").write_text("from rank 1")
-    assert head.begin(3) == part
     (part / "a").write_text("from rank 0")
     final = head.commit(3)
     assert {entry["name"] for entry in verify(final, deep=True)["files"]} == {"a", "b"}
@@ -142,6 +145,16 @@ def test_prune_keeps_enough_complete_ones_and_the_resume_point(run):
     save(resumed, 6)
     assert {path.name for path in resumed.prune()} == {"step-3"}
     assert resumed.latest() == (6, run.checkpoints / "step-6")
+
+
+def test_named_step(run):
+    checkpoints = Checkpoints(run, keep=2)
+    path = save(checkpoints, 1)
+    zero_bytes(save(checkpoints, 2))
+    assert checkpoints.complete(1) == path
+    for step in (2, 3):
+        with pytest.raises(ValueError, match=f"no complete checkpoint of step {step}; allowed: 1, 2"):
+            checkpoints.complete(step)
 
 
 def test_step_saved_again_replaces_nothing(run):
