@@ -410,3 +410,27 @@ def test_bad_shard_carries_path_and_reason(tmp_path: Path) -> None:
         Shard(path)
     assert caught.value.path == path
     assert "truncated" in caught.value.reason
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_stays_flat_over_many_steps(run: RunDirectory, attributes: ShardAttributes, make_group: Make) -> None:
+    writer = ShardWriter(run, attributes)
+    store = Store(run, open_shards=4)
+    group = make_group(1, samples=1, length=60_000)
+    published: list[str] = []
+    after_warm_up = 0
+    for step in range(150):
+        writer.add(group)
+        notice = writer.flush()
+        assert notice is not None
+        store.read(keys_of(notice))
+        published.append(notice.path)
+        if len(published) == 10:
+            assert store.collect(published) == 10
+            published = []
+        if step == 30:
+            after_warm_up = resident_bytes()
+    assert resident_bytes() - after_warm_up < 30 * 2**20
