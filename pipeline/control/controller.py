@@ -89,8 +89,9 @@ class ControllerParts:
     record_step: Callable[[int, StepRows, Losses], None]
     """Writes the ledger: what the step that made this version consumed, and what was lost since the last one."""
     quarantine: Callable[[str, str], None]
+    begin_checkpoint: Callable[[int], object]
     commit_checkpoint: Callable[[int], None]
-    begin_checkpoint: Callable[[int], None]
+    abandon_checkpoint: Callable[[int], None]
     report: StepReport
     stop_requested: Callable[[], bool]
     set_phase: Callable[[str], None]
@@ -119,6 +120,7 @@ class Controller:
     def run(self) -> str:
         """The whole run; returns `finished` or `signal`."""
         self.wait(self._everybody_is_here, "roles to start", self.config.cluster.setup_seconds)
+        self.parts.report.begin()
         if self.resumed:
             self.update_weights()
         if self.config.evaluator.at_start and self.version == 0:
@@ -224,6 +226,7 @@ class Controller:
         errors = [m.error for m in self.saved.values() if m.error]
         if errors:
             logger.error("checkpoint of version %d failed: %s", self.version, "; ".join(errors))
+            self.parts.abandon_checkpoint(self.version)
             return
         self.parts.commit_checkpoint(self.version)
         self.saved_version = self.version

@@ -106,7 +106,7 @@ class Dispatcher:
         self.counts.update(state["counts"])
 
     def adopt(self, notices: Sequence[Published], version: int) -> set[str]:
-        """After `restore`: shards of an earlier attempt, made with weights that all attempts share, are used as they are.
+        """After `restore`: shards of an earlier attempt, of weights common to all attempts, are used as they are.
 
         The first shard of a group counts; groups that have ended or would be too old are left out. Returns the
         shards that are needed.

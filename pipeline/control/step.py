@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.messages import Plan, PlannedRow, Row
 from pekoe.pipeline.records import Float64, Int64, UInt8
 
-Assignment = Sequence[Sequence[Sequence[Sequence[int]]]]
+Assignment = Sequence[Sequence[Sequence[Iterable[int]]]]
 """[rank][minibatch][micro-batch] -> indices of rows."""
 ScoreRows = Callable[[Float64, Int64, Int64, UInt8], tuple[Float64, UInt8]]
 """(rewards, groups, samples, truncated) [N] -> (advantages [N], rows that train [N])."""

@@ -11,6 +11,7 @@ import numpy as np
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import row_staleness
 from pekoe.pipeline.control.step import StepRows
+from pekoe.pipeline.observe.progress import ProgressState
 
 if TYPE_CHECKING:
     from pekoe.pipeline.control.controller import Controller
@@ -19,30 +20,12 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 0.25
 
 
-@dataclass(frozen=True)
-class ProgressFigures:
-    """One look at the run for a display."""
-
-    step: int
-    total_steps: int
-    reward: float | None
-    accuracy: float | None
-    train_tokens_per_second: float
-    rollout_tokens_per_second: float
-    staleness_mean: float
-    staleness_max: float
-    ready: int
-    running: int
-    eta_seconds: float | None
-    waiting_for: str
-
-
 @dataclass
 class StepReport:
     """Collects the figures of one step from the controller, then writes them once."""
 
     write_metrics: Callable[[int, Mapping[str, float]], None]
-    show: Callable[[ProgressFigures], None]
+    show: Callable[[ProgressState], None]
     wait_seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     accuracy: float | None = None
@@ -52,6 +35,10 @@ class StepReport:
     tokens_before: int = 0
     steps_done: int = 0
     shown: float = 0.0
+
+    def begin(self) -> None:
+        """Everybody is there: time counts from here."""
+        self.began = self.step_began = time.monotonic()
 
     def trained(self, rows: StepRows, stats: Mapping[str, float], losses: Losses, seconds: float) -> None:
         rewards = np.array([row.reward for _, row in rows.rows])
@@ -104,7 +91,8 @@ class StepReport:
         metrics = evaluation.metrics()
         self.accuracy = metrics.get("eval/accuracy", self.accuracy)
         self.write_metrics(evaluation.name, metrics)
-        self.step_began = time.monotonic() if self.steps_done == 0 else self.step_began
+        if self.steps_done == 0:
+            self.begin()
 
     def progress(self, controller: Controller) -> None:
         """Shows where the run is, at most a few times a second."""
@@ -116,7 +104,7 @@ class StepReport:
         remaining = controller.num_steps - controller.version
         per_step = (self.step_began - self.began) / self.steps_done if self.steps_done else None
         self.show(
-            ProgressFigures(
+            ProgressState(
                 step=controller.version,
                 total_steps=controller.num_steps,
                 reward=self.last.get("reward/mean"),

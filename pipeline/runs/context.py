@@ -1,0 +1,136 @@
+"""What every role of a run is built from, and the world as the roles see it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.devices.device import Device
+from pekoe.pipeline.messages import Post
+from pekoe.pipeline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD = 0
+"""World rank of the head: trainer ranks come first."""
+NUM_CHECK_SEQUENCES, CHECK_LENGTH = 4, 16
+
+
+class World(Protocol):
+    """The part of `launch/world.py` that roles use."""
+
+    rank: int
+    size: int
+    address: str
+    """Under which other ranks reach this one."""
+    attempt: int
+    post: Post
+    stop_requested: threading.Event
+
+    def share(self, value: Any, root: int = 0) -> Any: ...
+    def start(self, name: str, target: Callable[[], Any]) -> None: ...
+    def serve(self, done: threading.Event) -> None: ...
+    def set_role(self, role: str) -> None: ...
+    def set_phase(self, phase: str) -> None: ...
+    def set_version(self, version: int) -> None: ...
+
+
+class EnginePart(Protocol):
+    """One engine of the allocation."""
+
+    @property
+    def engine(self) -> str: ...
+
+
+class Ranks(Protocol):
+    """The part of the placement (`launch/placement.py`) that roles use."""
+
+    @property
+    def trainer_ranks(self) -> tuple[int, ...]: ...
+    @property
+    def rollout_ranks(self) -> tuple[int, ...]: ...
+    @property
+    def colocated(self) -> bool: ...
+    @property
+    def actor(self) -> EnginePart: ...
+    @property
+    def rollout(self) -> EnginePart | None: ...
+    def roles_of(self, rank: int) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """Where this attempt begins; decided by the head, equal on all ranks."""
+
+    version: int
+    checkpoint: str
+    """Folder of the checkpoint; empty for a fresh run."""
+
+
+@dataclass
+class RunContext:
+    """One rank of one attempt."""
+
+    config: RunConfig
+    world: World
+    ranks: Ranks
+    run: RunDirectory
+    device: Device
+    device_index: int
+    """Among the devices that this process sees."""
+    start: StartPoint
+    num_steps: int
+    phases: dict[str, str] = field(default_factory=dict)
+    """What each thread of this rank is doing."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.device.torch_device(self.device_index)
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.config.tokenizer_path or self.config.actor.path
+
+    @property
+    def is_head(self) -> bool:
+        return self.world.rank == HEAD
+
+    def phase_of(self, who: str) -> Callable[[str], None]:
+        """A setter of the phase of one of this rank's threads; heartbeats show them all."""
+
+        def set_phase(phase: str) -> None:
+            self.phases[who] = phase
+            self.world.set_phase("; ".join(f"{name}: {text}" for name, text in self.phases.items()))
+
+        return set_phase
+
+
+def context_limit(config: RunConfig) -> int:
+    """Most tokens of prompt plus completion: the configured limit, the model's, and what a trainer can take."""
+    limits = [config.actor.mb_spec.max_tokens_per_mb]
+    if config.gconfig.max_tokens is not None:
+        limits.append(config.gconfig.max_tokens)
+    model_limit = model_facts(config.actor.path).get("max_position_embeddings")
+    if model_limit is not None:
+        limits.append(int(model_limit))
+    return min(limits)
+
+
+def model_facts(path: str) -> dict[str, Any]:
+    """`config.json` of a model folder."""
+    facts: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
+    return facts
+
+
+def check_sequences(config: RunConfig) -> list[list[int]]:
+    """Fixed token sequences on which engines and trainer compare log-probs after each update."""
+    rng = np.random.Generator(np.random.Philox(config.seed))
+    size = int(model_facts(config.actor.path)["vocab_size"])
+    return [rng.integers(0, size, CHECK_LENGTH).tolist() for _ in range(NUM_CHECK_SEQUENCES)]

@@ -1,0 +1,43 @@
+"""`pekoe export`: a checkpoint becomes a Hugging Face folder, in one process, whatever the ranks that wrote it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.devices.device import choose
+from pekoe.pipeline.registry import TRAIN_ENGINES, resolve
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.train.engine import TrainEngine
+
+
+def export(run: RunDirectory, config: RunConfig, engine_name: str, out: Path, step: int | None = None) -> Path:
+    """Writes the newest (or the named) complete checkpoint of a run to `out`. ValueError when there is none such."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    checkpoints = Checkpoints(run, keep=config.recover.keep)
+    found = checkpoints.latest() if step is None else (step, checkpoints.complete(step))
+    if found is None:
+        raise ValueError(f"{run.path}: no complete checkpoint; allowed: a run that has saved one (recover.freq_steps)")
+    if out.exists():
+        raise ValueError(f"{out}: exists already; allowed: a name that is free")
+    device = choose(config.cluster.device)
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
+    dist.init_process_group(device.process_group_backend, store=store, rank=0, world_size=1)
+    engine: TrainEngine = resolve(TRAIN_ENGINES, engine_name, "allocation")(
+        config.actor,
+        token_logprobs=token_logprobs,
+        device=device,
+        weight_dtype="float32",
+        total_steps=1,
+        seed=config.seed,
+    )
+    engine.load(found[1] / "engine")
+    engine.export_hf(out)
+    engine.close()
+    dist.destroy_process_group()
+    return out

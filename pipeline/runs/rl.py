@@ -1,0 +1,104 @@
+"""Reinforcement learning: the wiring of one rank, whatever its roles.
+
+    trainer rank      main thread: MPI, signals, watchdog        learner thread: collective steps (`rl_trainer.py`)
+      the head also                                              controller thread: decisions (`rl_head.py`)
+    rollout rank      main thread: the same                      rollout thread: messages, shards (`rl_rollout.py`)
+                                                                 executor thread: workflows; engine thread: decoding
+    colocated rank    both columns in one process; the device is the engine's or the trainer's by turns
+
+    controller  waits for groups    <- rollout thread publishes shards       (Published, after Flush when it starves)
+                waits for rows read and steps done    <- learner thread
+                waits for engines to stop and to confirm weights    <- rollout thread
+    learner     waits for the head's word only (outside of collectives)
+    rollout     waits for assignments (admission) and, in an update, for buckets    <- learner on the head
+    executor    waits for tokens (engine) and rewards (pool of child processes)
+
+The main thread serves the post office until every role thread of the rank has ended, or the world fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.devices.device import choose
+from pekoe.pipeline.reward.pool import RewardPool
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.runs.context import Ranks, RunContext, StartPoint, World
+from pekoe.pipeline.runs.start import find_start, number_of_steps
+
+logger = logging.getLogger(__name__)
+
+DONE, REQUEUE = 0, 75
+
+
+@dataclass
+class Prepared:
+    """What must exist before MPI does: processes are never started from a rank that has initialised MPI."""
+
+    pool: RewardPool | None
+
+
+def prepare(config: RunConfig, roles: tuple[str, ...]) -> Prepared:
+    """Called on every rank before MPI is initialised."""
+    if "rollout" not in roles:
+        return Prepared(None)
+    return Prepared(RewardPool(config.reward).start())
+
+
+def run(
+    config: RunConfig, world: World, ranks: Ranks, directory: RunDirectory, prepared: Prepared, device_index: int = 0
+) -> int:
+    """One rank of one attempt, from the formed world to its end. Exit code: 0 done, 75 stopped by a signal."""
+    from pekoe.pipeline.runs.rl_head import lead
+    from pekoe.pipeline.runs.rl_rollout import roll
+    from pekoe.pipeline.runs.rl_trainer import train
+
+    roles = ranks.roles_of(world.rank)
+    world.set_role("+".join(roles))
+    world.set_phase("starting")
+    start = find_start(directory, config, world.attempt) if world.rank == 0 else None
+    shared = world.share({"version": start.version, "checkpoint": start.checkpoint} if start else None)
+    device = choose(config.cluster.device)
+    context = RunContext(
+        config, world, ranks, directory, device, device_index, StartPoint(**shared), number_of_steps(config),
+    )  # fmt: skip
+    world.set_version(context.start.version)
+    outcomes: list[str] = []
+    crew = Crew(world)
+    if "trainer" in roles:
+        crew.start("learner", lambda: outcomes.append(train(context, crew, lead)))
+    if "rollout" in roles:
+        assert prepared.pool is not None
+        pool = prepared.pool
+        crew.start("rollout", lambda: outcomes.append(roll(context, pool)))
+    world.serve(crew.done)
+    if prepared.pool is not None:
+        prepared.pool.close()
+    return REQUEUE if "signal" in outcomes else DONE
+
+
+class Crew:
+    """The role threads of a rank; `done` is set when all of them have ended well (a failure ends the world instead)."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._lock = threading.Lock()
+        self._running = 0
+        self.done = threading.Event()
+
+    def start(self, name: str, target: Callable[[], object]) -> None:
+        with self._lock:
+            self._running += 1
+
+        def work() -> None:
+            target()
+            with self._lock:
+                self._running -= 1
+                if self._running == 0:
+                    self.done.set()
+
+        self._world.start(name, work)

@@ -1,0 +1,160 @@
+"""A rollout rank of an RL run: builds the engine, the workflow and the executor around the rollout loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from pekoe.pipeline.config.generation import GenerationConfig
+from pekoe.pipeline.messages import Hello, PrepareWeights
+from pekoe.pipeline.registry import INFERENCE_ENGINES, WEIGHT_TRANSPORTS, WORKFLOWS, resolve
+from pekoe.pipeline.reward.pool import RewardFailure, RewardPool
+from pekoe.pipeline.rollout.engine import InferenceEngine, SamplingParameters
+from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
+from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
+from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
+from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, context_limit
+from pekoe.pipeline.runs.rl_trainer import transport_name
+from pekoe.pipeline.runs.start import training_data, validation_data
+from pekoe.pipeline.runs.transports import transport_setup
+from pekoe.pipeline.trajectory.schema import ShardAttributes
+from pekoe.pipeline.trajectory.writer import ShardWriter
+from pekoe.pipeline.weights.transport import WeightReceiver
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+EPISODES_PER_SLOT = 4
+"""Episodes under way for each slot of the engine: enough to refill it while others wait for rewards."""
+
+
+def roll(context: RunContext, pool: RewardPool) -> str:
+    """The rollout thread, until StopRollout. Returns how the run ended."""
+    config, world = context.config, context.world
+    inbox = world.post.inbox(*INBOX_KINDS)
+    set_phase = context.phase_of("rollout")
+    set_phase("loading the engine")
+    tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_path)
+    engine = build_engine(context, tokenizer)
+    receiver: WeightReceiver = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").receiver(
+        transport_setup(context, "rollout")
+    )
+    loop = RolloutLoop(
+        RolloutParts(
+            post=world.post,
+            inbox=inbox,
+            head=HEAD,
+            engine=engine,
+            writer=open_writer(context),
+            weights=Receiving(receiver),
+            check_sequences=check_sequences(config),
+            max_tokens=config.actor.mb_spec.max_tokens_per_mb,
+            set_phase=set_phase,
+            set_version=world.set_version,
+        )
+    )
+    executor = build_executor(context, tokenizer, engine, pool, loop)
+    world.start("executor", executor.run)
+    world.post.send(HEAD, Hello("rollout", context.start.version))
+    outcome = loop.run(executor)
+    receiver.close()
+    engine.close()
+    return outcome
+
+
+def build_engine(context: RunContext, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+    """The configured inference engine; what stops its thread ends the world."""
+    config, rollout = context.config, context.ranks.rollout
+    assert rollout is not None
+    engine: InferenceEngine = resolve(INFERENCE_ENGINES, rollout.engine, "allocation")(
+        config.rollout.path or config.actor.path,
+        tokenizer=tokenizer,
+        dtype=config.rollout.dtype,
+        device=context.torch_device,
+        max_slots=config.rollout.max_slots,
+        context_limit=context_limit(config),
+        deterministic=config.rollout.deterministic,
+    )
+    return engine
+
+
+def build_executor(
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: InferenceEngine,
+    pool: RewardPool,
+    loop: RolloutLoop,
+) -> Executor:
+    """Training and evaluation episodes differ in their examples and in how they are sampled."""
+    config = context.config
+
+    def workflow(sampling: GenerationConfig) -> Workflow:
+        built: Workflow = resolve(WORKFLOWS, config.workflow.name, "workflow.name")(
+            WorkflowContext(tokenizer, sampling_parameters(sampling), pool, context_limit(config)),
+            **config.workflow.args,
+        )
+        return built
+
+    training, validation = training_data(config), validation_data(config)
+    evaluation = None
+    if validation is not None:
+        evaluation = EpisodeSource(workflow(config.eval_gconfig or config.gconfig), validation.__getitem__)
+    return Executor(
+        ExecutorSettings(
+            run_seed=config.seed,
+            episode_seconds=config.rollout.episode_seconds,
+            episode_retries=config.rollout.episode_retries,
+            max_running_episodes=max(EPISODES_PER_SLOT * config.rollout.max_slots, config.gconfig.n_samples),
+            fatal=(RewardFailure,),
+        ),
+        engine,
+        EpisodeSource(workflow(config.gconfig), training.__getitem__),
+        evaluation,
+        loop,
+    )
+
+
+def open_writer(context: RunContext) -> ShardWriter:
+    """This rank's own folder of shards."""
+    rollout = context.config.rollout
+    attributes = ShardAttributes(
+        run=f"{context.config.experiment_name}/{context.config.trial_name}",
+        attempt=context.world.attempt,
+        writer=f"rank-{context.world.rank}",
+        temperature=context.config.gconfig.temperature,
+    )
+    return ShardWriter(
+        context.run, attributes, max_groups=rollout.shard_max_groups, max_seconds=rollout.shard_max_seconds
+    )
+
+
+def sampling_parameters(config: GenerationConfig) -> SamplingParameters:
+    return SamplingParameters(
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        greedy=config.greedy,
+        stop_token_ids=tuple(config.stop_token_ids),
+        stop=tuple(config.stop),
+    )
+
+
+class Receiving:
+    """The receiving end of a transport, fed into the engine."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver = receiver
+
+    def prepare(self, message: PrepareWeights) -> None:
+        self._receiver.prepare(message)
+
+    def load(self, engine: InferenceEngine, version: int) -> None:
+        """An engine that refuses leaves the stream unread: closing it tells the sender."""
+        stream = self._receiver.receive(version)
+        with contextlib.closing(stream):  # type: ignore[type-var]
+            engine.load_weights(stream, version)
+
+    def close(self) -> None:
+        self._receiver.close()

@@ -1,0 +1,193 @@
+"""A trainer rank of an RL run: builds the trainer engine among its peers and runs the learner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
+from pekoe.pipeline.algorithm.normalise import normalise_tokens
+from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
+from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
+from pekoe.pipeline.files import write_bytes
+from pekoe.pipeline.messages import Endpoint, Hello, PublishWeights, TensorSpec
+from pekoe.pipeline.records import PackedBatch, RowKey, Trajectory
+from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
+from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
+from pekoe.pipeline.runs.transports import transport_setup
+from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.train.engine import TrainEngine
+from pekoe.pipeline.train.learner import INBOX_KINDS, BadRowsError, Learner, LearnerParts
+from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state
+from pekoe.pipeline.trajectory.store import BadRows, Store
+from pekoe.pipeline.weights.transport import WeightSender
+from torch._C._distributed_c10d import TCPStore
+
+if TYPE_CHECKING:
+    from pekoe.pipeline.runs.rl import Crew
+
+logger = logging.getLogger(__name__)
+CONTROLLER_STATE = "controller.msgpack"
+
+
+def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
+    """The learner thread; on the head it starts the controller once the engine stands. Returns how the run ended."""
+    config, world = context.config, context.world
+    inbox = world.post.inbox(*INBOX_KINDS)
+    set_phase = context.phase_of("learner")
+    set_phase("forming the trainer group")
+    form_trainer_group(context)
+    set_phase("loading the model")
+    engine = build_engine(context)
+    sender: WeightSender = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").sender(
+        transport_setup(context, "trainer")
+    )
+    store = Store(context.run)
+    checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
+    if context.start.checkpoint:
+        set_phase("loading the checkpoint")
+        load_checkpoint(context, engine)
+
+    def read_rows(keys: Sequence[RowKey]) -> list[tuple[int, Trajectory]]:
+        try:
+            return store.read([(key.shard, key.row) for key in keys])
+        except BadRows as error:
+            raise BadRowsError(error.rows) from error
+
+    def save_extra(folder: Path, state: bytes) -> None:
+        write_bytes(folder / f"rng-{world.rank}.msgpack", capture_rng_state(context.device))
+        if context.is_head:
+            write_bytes(folder / CONTROLLER_STATE, state)
+
+    def send_weights(
+        message: PublishWeights, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        sender.send(message.version, message.epoch, message.members, specs, weights)
+
+    learner = Learner(
+        config,
+        LearnerParts(
+            post=world.post,
+            inbox=inbox,
+            head=HEAD,
+            engine=engine,
+            read_rows=read_rows,
+            add_advantages=lambda batches, rows, groups: add_advantages(context, batches, rows, groups),
+            make_loss=lambda num_active, num_sequences, version: PolicyObjective(
+                config.actor,
+                num_active=num_active,
+                num_sequences=num_sequences,
+                max_new_tokens=config.gconfig.max_new_tokens,
+                version=version,
+            ),
+            needs_prox_forward=needs_prox_forward(config.actor),
+            send_weights=send_weights,
+            check_sequences=check_sequences(config),
+            checkpoint_folder=checkpoints.part,
+            save_extra=save_extra,
+            export_folder=lambda path: context.run.path / path,
+            set_phase=set_phase,
+            set_version=world.set_version,
+        ),
+        context.num_steps,
+        context.start.version,
+    )
+    if context.is_head:
+        crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
+    world.post.send(HEAD, Hello("trainer", context.start.version))
+    outcome = learner.run()
+    sender.close()
+    engine.close()
+    dist.destroy_process_group()
+    return outcome
+
+
+def form_trainer_group(context: RunContext) -> None:
+    """Trainer ranks alone form torch's default group: the first binds the port itself and tells the others."""
+    world, ranks = context.world, context.ranks.trainer_ranks
+    limit = timedelta(seconds=context.config.cluster.setup_seconds)
+    inbox = world.post.inbox(Endpoint)
+    if context.is_head:
+        store = TCPStore(world.address, 0, len(ranks), is_master=True, timeout=limit, wait_for_workers=False)
+        for rank in ranks[1:]:
+            world.post.send(rank, Endpoint("trainers", f"{world.address}:{store.port}"))
+    else:
+        _, message = inbox.get(timeout=limit.total_seconds())
+        assert isinstance(message, Endpoint)
+        host, _, port = message.address.rpartition(":")
+        store = TCPStore(host, int(port), len(ranks), is_master=False, timeout=limit)
+    dist.init_process_group(
+        context.device.process_group_backend,
+        store=store,
+        rank=ranks.index(world.rank),
+        world_size=len(ranks),
+        timeout=limit,
+    )
+
+
+def build_engine(context: RunContext) -> TrainEngine:
+    """The configured trainer engine over the trainer ranks."""
+    name = context.ranks.actor.engine
+    engine: TrainEngine = resolve(TRAIN_ENGINES, name, "allocation")(
+        context.config.actor,
+        token_logprobs=token_logprobs,
+        device=context.device,
+        device_index=context.device_index,
+        weight_dtype=context.config.rollout.dtype,
+        total_steps=context.num_steps,
+        seed=context.config.seed,
+    )
+    return engine
+
+
+def transport_name(context: RunContext) -> str:
+    """Colocated ranks hand weights over locally."""
+    return "local" if context.ranks.colocated else context.config.actor.weight_update_mode
+
+
+def load_checkpoint(context: RunContext, engine: TrainEngine) -> None:
+    folder = Path(context.start.checkpoint)
+    engine.load(folder / "engine")
+    states = folder / f"rng-{context.world.rank}.msgpack"
+    if states.exists():
+        restore_rng_state(states.read_bytes(), context.device)
+
+
+def add_advantages(
+    context: RunContext, batches: list[PackedBatch], rows: list[list[float]], groups: Sequence[int]
+) -> None:
+    """Places each sequence's advantage on its last active token, spreads it (GAE without a critic), normalises."""
+    actor = context.config.actor
+    for batch, outcomes in zip(batches, rows, strict=True):
+        mask, cu_seqlens = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.cu_seqlens)
+        placed = place_outcomes(torch.tensor(outcomes, dtype=torch.float64), mask, cu_seqlens)
+        advantages, _ = token_gae(placed, mask, cu_seqlens, actor.discount, actor.gae_lambda)
+        batch.extra["advantages"] = advantages.to(torch.float32).numpy()
+    if actor.adv_norm is None:
+        return
+    lengths = np.concatenate([batch.lengths for batch in batches])
+    numbers = np.concatenate([batch.groups for batch in batches])
+    cut = np.cumsum([batch.num_tokens for batch in batches])[:-1]
+    normalised = normalise_tokens(
+        torch.from_numpy(np.concatenate([batch.extra["advantages"] for batch in batches])),
+        torch.from_numpy(np.concatenate([batch.loss_mask for batch in batches])),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+        torch.from_numpy(np.searchsorted(np.asarray(groups, dtype=np.int64), numbers)),
+        actor.adv_norm,
+        reduce_sum=lambda tensor: _all_reduce(tensor, dist.ReduceOp.SUM),
+        reduce_max=lambda tensor: _all_reduce(tensor, dist.ReduceOp.MAX),
+        num_groups=len(groups),
+    )
+    for batch, part in zip(batches, np.split(normalised.numpy(), cut), strict=True):
+        batch.extra["advantages"] = part
+
+
+def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    dist.all_reduce(tensor, operation)
+    return tensor

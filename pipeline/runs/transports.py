@@ -1,0 +1,23 @@
+"""Which weight transport a rank uses, and the facts that it is built from."""
+
+from __future__ import annotations
+
+from pekoe.pipeline.runs.context import RunContext
+from pekoe.pipeline.weights.transport_setup import TransportSetup
+
+MIB = 1 << 20
+
+
+def transport_setup(context: RunContext, role: str) -> TransportSetup:
+    """Equal on all members of the transfer but for rank, role, device and host."""
+    weights = context.config.weights
+    return TransportSetup(
+        rank=context.world.rank,
+        role=role,
+        run=context.run,
+        device=context.torch_device,
+        backend=context.device.process_group_backend,
+        host=context.world.address,
+        bucket_bytes=weights.bucket_mib * MIB,
+        bucket_seconds=weights.bucket_seconds,
+    )
