@@ -1,6 +1,7 @@
-"""Heartbeats on the disk: `RUN/heartbeats/rank-N.json`, the last thing that each rank said of itself.
+"""Heartbeats as they lie on the disk: `RUN/heartbeats/rank-N.json`, the last thing that each rank said of itself.
 
-Written by the leader of each node, read by `pekoe status` from anywhere; a killed or stopped rank still has its last.
+Written by one leader per node (`launch/heartbeat_files.py`), read from anywhere; a killed or stopped rank still has its
+last one.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from pekoe.pipeline import files
 from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
 class HeartbeatFile:
-    """A heartbeat and when it was written (seconds since 1970, by the clock of the rank's node)."""
+    """A heartbeat, its attempt, and when it was written (seconds since 1970, by the clock of the rank's node)."""
 
     heartbeat: Heartbeat
+    attempt: int
     time: float
 
     def age_seconds(self, now: float) -> float:
@@ -26,29 +27,19 @@ class HeartbeatFile:
         return max(0.0, now - self.time)
 
 
-def encode_heartbeat(heartbeat: Heartbeat, time: float) -> bytes:
-    """The content of a heartbeat file."""
-    fields: dict[str, Any] = {name: getattr(heartbeat, name) for name in heartbeat.__struct_fields__}
-    return msgspec.json.encode({**fields, "time": time})
-
-
-def write_heartbeat(run: RunDirectory, heartbeat: Heartbeat, time: float) -> None:
-    """Replaces the file of this rank as a whole; not fsynced, since the next one comes in seconds."""
-    path = run.heartbeats / f"rank-{heartbeat.rank}.json"
-    part = files.part_name(path)
-    part.write_bytes(encode_heartbeat(heartbeat, time))
-    part.replace(path)
-
-
 def read_heartbeats(run: RunDirectory) -> list[HeartbeatFile]:
-    """All heartbeats, by rank; a file that is damaged or vanishes while it is read is left out."""
+    """Heartbeats of the newest attempt, by rank; a file that is damaged or vanishes while it is read is left out."""
     found = []
     for path in run.heartbeats.glob("rank-*.json"):
         try:
             record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            wall = float(record.pop("time"))
-            heartbeat = msgspec.convert({**record, "type": "Heartbeat"}, Heartbeat)
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError, ValueError):
+            item = HeartbeatFile(
+                heartbeat=msgspec.convert({**record, "type": Heartbeat.__name__}, Heartbeat),
+                attempt=int(record.get("attempt", 0)),
+                time=float(record["time"]),
+            )
+        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError):
             continue
-        found.append(HeartbeatFile(heartbeat, wall))
-    return sorted(found, key=lambda item: item.heartbeat.rank)
+        found.append(item)
+    newest = max((item.attempt for item in found), default=0)
+    return sorted((item for item in found if item.attempt == newest), key=lambda item: item.heartbeat.rank)

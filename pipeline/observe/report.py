@@ -19,7 +19,7 @@ PANELS = (
     ("eval/accuracy", "accuracy (held-out)"),
     ("staleness/mean", "staleness (training steps)"),
     ("train/loss", "loss"),
-    ("logprob_gap/mean", "log-prob gap engine - trainer"),
+    ("train/logprob_gap", "log-prob gap engine - trainer"),
 )
 SMOOTHING = 0.9
 FEW_POINTS = 20

@@ -24,7 +24,7 @@ SHOWN_FIGURES = (
     "staleness/mean",
     "staleness/max",
     "train/loss",
-    "logprob_gap/mean",
+    "train/logprob_gap",
     "time/step",
 )
 
@@ -46,9 +46,9 @@ def status(run_path: Path | str, *, now: float | None = None) -> str:
 
 
 def state_of(item: HeartbeatFile, now: float) -> str:
-    """`alive`, `silent` (no heartbeat for long), or `done` for a rank that said goodbye."""
-    if item.heartbeat.phase == "done":
-        return "done"
+    """`alive`, `silent` (no heartbeat for long), or `ended` for a rank that ended in order."""
+    if item.heartbeat.phase == "ended":
+        return "ended"
     return "alive" if item.age_seconds(now) <= SILENT_SECONDS else "silent"
 
 
@@ -78,8 +78,9 @@ def ranks_text(heartbeats: list[HeartbeatFile], now: float) -> str:
     console.print(table)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     silent = [item.heartbeat.rank for item in heartbeats if state_of(item, now) == "silent"]
+    head = f"attempt {heartbeats[0].attempt}\n"
     note = f"\nsilent for over {SILENT_SECONDS:.0f} s: rank {', '.join(map(str, silent))}" if silent else ""
-    return text.rstrip() + note
+    return head + text.rstrip() + note
 
 
 def figures_text(run: RunDirectory) -> str:

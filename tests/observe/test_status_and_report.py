@@ -11,9 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from pekoe.pipeline.messages import Heartbeat
-from pekoe.pipeline.observe.heartbeat_files import read_heartbeats, write_heartbeat
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.observe.status import status
@@ -33,6 +34,11 @@ def beat(rank: int, role: str, phase: str, **more: float) -> Heartbeat:
     return Heartbeat(rank, role, f"node-{rank}", 4000 + rank, 7, phase, 12.0, 3, dict(more))
 
 
+def put(run: RunDirectory, heartbeat: Heartbeat, time: float, attempt: int = 0) -> None:
+    record = {**msgspec.to_builtins(heartbeat), "attempt": attempt, "time": time}
+    (run.heartbeats / f"rank-{heartbeat.rank}.json").write_text(json.dumps(record))
+
+
 def test_heartbeats_come_back_by_rank_and_damaged_ones_are_left_out(run: RunDirectory) -> None:
     written = [
         beat(2, "rollout", "decode", running=3.0),
@@ -40,7 +46,7 @@ def test_heartbeats_come_back_by_rank_and_damaged_ones_are_left_out(run: RunDire
         beat(10, "rollout", "done"),
     ]
     for item in written:
-        write_heartbeat(run, item, NOW)
+        put(run, item, NOW)
     (run.heartbeats / "rank-5.json").write_text('{"rank": 5, "ro')
     (run.heartbeats / "rank-6.json").write_text("{}")
     (run.heartbeats / "rank-7.json").write_text("[]")
@@ -51,13 +57,15 @@ def test_heartbeats_come_back_by_rank_and_damaged_ones_are_left_out(run: RunDire
     assert found[0].age_seconds(NOW - 5) == 0, "clocks that disagree give no negative age"
 
 
-def test_a_heartbeat_file_holds_the_documented_fields(run: RunDirectory) -> None:
-    write_heartbeat(run, beat(1, "rollout", "decode", tokens=5.0), NOW)
-    record = json.loads((run.heartbeats / "rank-1.json").read_text())
-    assert record == {
-        **{"rank": 1, "role": "rollout", "host": "node-1", "pid": 4001, "counter": 7, "phase": "decode"},
-        **{"phase_seconds": 12.0, "version": 3, "gauges": {"tokens": 5.0}, "time": NOW},
-    }
+def test_only_the_newest_attempt_counts_and_an_orderly_end_is_told(run: RunDirectory) -> None:
+    put(run, beat(0, "trainer", "ended"), NOW - 900, attempt=3)
+    put(run, beat(1, "rollout", "decode"), NOW - 5000, attempt=2)
+    assert [(item.heartbeat.rank, item.attempt) for item in read_heartbeats(run)] == [(0, 3)]
+    text = status(run.path, now=NOW)
+    assert "attempt 3" in text
+    assert "ended" in row_of(text, "trainer")
+    assert "silent" not in text
+    assert "node-1" not in text
 
 
 def row_of(text: str, role: str) -> str:
@@ -65,8 +73,8 @@ def row_of(text: str, role: str) -> str:
 
 
 def test_status_shows_ranks_figures_files_and_errors(run: RunDirectory) -> None:
-    write_heartbeat(run, beat(0, "trainer", "wait for rows", ready=2.0), NOW - 3)
-    write_heartbeat(run, beat(1, "rollout", "decode", oldest_seconds=41.5), NOW - 300)
+    put(run, beat(0, "trainer", "wait for rows", ready=2.0), NOW - 3)
+    put(run, beat(1, "rollout", "decode", oldest_seconds=41.5), NOW - 300)
     with MetricsWriter(run, 0, tensorboard=False) as writer:
         writer.write(4, {"reward/mean": 0.5, "staleness/max": 2, "eval/accuracy": 0.7})
         writer.write(5, {"reward/mean": 0.75, "staleness/max": 3})
@@ -107,15 +115,15 @@ def test_status_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 BEATING = """
-import sys, time
+import sys
 from pathlib import Path
 from pekoe.pipeline.messages import Heartbeat
-from pekoe.pipeline.observe.heartbeat_files import write_heartbeat
+from pekoe.launch.heartbeat_files import write_heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
 for counter in range(100_000):
     heartbeat = Heartbeat(0, "trainer", "here", 1, counter, "train", 0.0, 1, {"x": float(counter)})
-    write_heartbeat(run, heartbeat, time.time())
+    write_heartbeat(run, 2, heartbeat)
     print(counter, flush=True)
 """
 
@@ -129,6 +137,7 @@ def test_a_stopped_or_killed_rank_still_has_its_last_heartbeat(run: RunDirectory
         for kind in (signal.SIGSTOP, signal.SIGKILL):
             os.kill(process.pid, kind)
             (item,) = read_heartbeats(run)
+            assert item.attempt == 2
             assert item.heartbeat.counter >= 49
             assert item.heartbeat.gauges == {"x": float(item.heartbeat.counter)}
             assert "trainer" in status(run.path)
