@@ -33,7 +33,7 @@ class Bucket:
 
     slots: tuple[Slot, ...]
     num_bytes: int
-    """Extent, padding included; 0 when every tensor in it is empty."""
+    """Extent, padding between tensors included; 0 when every tensor in it is empty."""
 
     @property
     def names(self) -> str:
@@ -81,18 +81,18 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> BucketPlan:
         raise ValueError(f"tensor {twice!r} is named twice; a tensor has one name (tied ones are sent under each)")
     buckets: list[Bucket] = []
     slots: list[Slot] = []
-    extent = 0
-    total = 0
+    end = total = 0
     for spec in specs:
         num_bytes = prod(spec.shape) * torch_dtype(spec.dtype).itemsize
-        if slots and extent + num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(slots), extent))
-            slots, extent = [], 0
-        slots.append(Slot(spec, extent, num_bytes))
-        extent += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if slots and offset + num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slots), end))
+            slots, offset = [], 0
+        slots.append(Slot(spec, offset, num_bytes))
+        end = offset + num_bytes
         total += num_bytes
     if slots:
-        buckets.append(Bucket(tuple(slots), extent))
+        buckets.append(Bucket(tuple(slots), end))
     text = "\n".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in specs) + f"\n{bucket_bytes}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return BucketPlan(tuple(buckets), len(specs), total, digest)

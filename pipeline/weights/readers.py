@@ -1,0 +1,79 @@
+"""Which versions on disk are being read: each reader names its version in a small file, and the sender deletes around
+it.
+
+    reader   writes readers/NAME.json ─► looks for the version ─► reads, touching its file ─► removes it
+    sender   renames the version away ─► looks at readers/ again ─► deletes, or renames back
+
+Either the reader's name was there at the second look, or the reader looks after the rename and does not find the
+version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from pekoe.pipeline import complete_folder, files
+
+FOLDER = "readers"
+
+
+class Pin:
+    """A reader's side."""
+
+    def __init__(self, weights: Path, name: str) -> None:
+        self._path = weights / FOLDER / f"{name}.json"
+        self._beat = 0
+
+    def hold(self, version: int) -> None:
+        """Names the version, or says again that it is still being read."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._beat += 1
+        files.write_bytes(self._path, json.dumps({"version": version, "beat": self._beat}).encode())
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class Readers:
+    """The sender's side; a reader that says nothing for `patience_seconds` of the sender's own clock is taken for
+    dead."""
+
+    def __init__(self, weights: Path, patience_seconds: float) -> None:
+        self._folder = weights / FOLDER
+        self._patience = patience_seconds
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def pinned(self) -> set[int]:
+        """Versions that live readers name."""
+        versions = set()
+        for path in self._folder.glob("*.json") if self._folder.is_dir() else ():
+            try:
+                content = path.read_bytes()
+            except OSError:
+                continue
+            before, since = self._seen.get(path.name, (b"", 0.0))
+            if content != before:
+                since = time.monotonic()
+                self._seen[path.name] = (content, since)
+            if time.monotonic() - since <= self._patience:
+                versions.add(int(json.loads(content)["version"]))
+        return versions
+
+    def remove_unless_pinned(self, version: int, folder: Path) -> bool:
+        """True when the version is gone."""
+        if version in self.pinned():
+            return False
+        away = folder.with_name(f"{folder.name}.{os.getpid()}{complete_folder.DISCARDED}")
+        try:
+            os.rename(folder, away)
+        except FileNotFoundError:
+            return True
+        if version in self.pinned():
+            os.rename(away, folder)
+            return False
+        shutil.rmtree(away, ignore_errors=True)
+        return True

@@ -1,0 +1,124 @@
+"""The local transport: two threads of one process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pekoe.pipeline.messages import PrepareWeights
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.weights.local import LocalTransport
+from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup
+
+pytestmark = pytest.mark.timeout(60)
+MEMBERS = (0, 0, 1)
+
+
+@pytest.fixture
+def ends(tmp_path):
+    made = {}
+    for rank in (0, 1):
+        setup = TransportSetup(
+            rank, "trainer", RunDirectory(tmp_path), torch.device("cpu"), "gloo", "x", 64, bucket_seconds=1.0
+        )
+        made[rank] = SimpleNamespace(sender=LocalTransport.sender(setup), receiver=LocalTransport.receiver(setup))
+    return made
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def start(threads: Any, end: Any, kit: Any, version: int, counted: Any, specs: Any = None) -> Any:
+    specs = specs or kit.specs_of(counted.weights)
+    end.receiver.prepare(PrepareWeights(version, 0, MEMBERS, "", specs))
+    return threads.submit(end.sender.send, version, 0, MEMBERS, kit.specs_of(counted.weights), counted)
+
+
+def test_each_rank_hands_over_to_itself_without_a_copy(ends, threads, kit):
+    for version in (1, 2):
+        models = {rank: kit.model(10 * version + rank) for rank in (0, 1)}
+        sends = [start(threads, ends[rank], kit, version, kit.Counted(models[rank])) for rank in (0, 1)]
+        for rank in (0, 1):
+            found = list(ends[rank].receiver.receive(version))
+            assert [name for name, _ in found] == [name for name, _ in models[rank]]
+            for (_, tensor), (_, original) in zip(found, models[rank], strict=True):
+                assert tensor.data_ptr() == original.data_ptr()
+        for sent in sends:
+            sent.result(5)
+
+
+def test_a_tensor_is_gathered_only_when_the_one_before_was_taken(ends, threads, kit):
+    counted = kit.Counted(kit.model(1))
+    sent = start(threads, ends[0], kit, 1, counted)
+    for number, _ in enumerate(ends[0].receiver.receive(1)):
+        assert counted.taken == number + 1
+    sent.result(5)
+
+
+@pytest.mark.parametrize("how", ["raises", "closes", "never comes"])
+def test_failing_engine_reaches_the_sender(ends, threads, kit, how):
+    counted = kit.Counted(kit.model(1))
+    sent = start(threads, ends[0], kit, 1, counted)
+    if how != "never comes":
+        stream = ends[0].receiver.receive(1)
+        next(stream)
+        next(stream)
+        if how == "raises":
+            with pytest.raises(ValueError, match="engine"):
+                stream.throw(ValueError("engine is full"))
+        else:
+            stream.close()
+    began = time.monotonic()
+    with pytest.raises(TransferError, match=r"engine is full|stopped reading .*layer\.1\.weight|did not take"):
+        sent.result(5)
+    assert time.monotonic() - began < 3
+    assert counted.taken == len(counted.weights)
+    again = kit.Counted(kit.model(2))
+    sent = start(threads, ends[0], kit, 2, again)
+    assert len(list(ends[0].receiver.receive(2))) == len(again.weights)
+    sent.result(5)
+
+
+def test_failing_gather_reaches_the_engine(ends, threads, kit):
+    counted = kit.Counted(kit.model(1), fail_at=3)
+    sent = start(threads, ends[0], kit, 1, counted)
+    with pytest.raises(TransferError, match="gather failed"):
+        list(ends[0].receiver.receive(1))
+    with pytest.raises(RuntimeError, match="gather failed"):
+        sent.result(5)
+
+
+def test_absent_sender_and_rank_without_engine(ends, kit):
+    ends[0].receiver.prepare(PrepareWeights(1, 0, MEMBERS, "", kit.specs_of(kit.model(1))))
+    with pytest.raises(TransferError, match=r"gave no 'layer\.0\.weight' within 1 s"):
+        list(ends[0].receiver.receive(1))
+    counted = kit.Counted(kit.model(1))
+    ends[1].sender.send(1, 0, (0, 0), kit.specs_of(counted.weights), counted)
+    assert counted.taken == len(counted.weights)
+
+
+def test_one_thread(ends, kit):
+    weights = kit.model(3)
+    found: list[str] = []
+
+    def load(tensors: Any, version: int) -> None:
+        found.extend(name for name, _ in tensors)
+        if version == 2:
+            raise ValueError("bad")
+
+    ends[0].sender.deliver(1, kit.specs_of(weights), kit.Counted(weights), load)
+    assert found == [name for name, _ in weights]
+    counted = kit.Counted(weights)
+    with pytest.raises(ValueError, match="bad"):
+        ends[0].sender.deliver(2, kit.specs_of(weights), counted, load)
+    assert counted.taken == len(weights)
+    with pytest.raises(TransferError, match="did not take every tensor"):
+        ends[0].sender.deliver(3, kit.specs_of(weights), kit.Counted(weights), lambda tensors, version: None)
