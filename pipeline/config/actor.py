@@ -22,7 +22,9 @@ class NormConfig:
     """Normalisation of rewards or advantages (ALGORITHMS: Normalisation)."""
 
     mean_level: str | None = setting("group", "over what the mean is taken", choices=("batch", "group", None))
-    std_level: str | None = setting("group", "over what the std is taken; null divides by 1", choices=("batch", "group", None))
+    std_level: str | None = setting(
+        "group", "over what the std is taken; null divides by 1", choices=("batch", "group", None)
+    )
     mean_leave1out: bool = setting(False, "leave the row itself out of its mean")
     std_unbiased: bool = setting(True, "Bessel's correction")
     eps: float = setting(1e-5, "added to the std", above=0)
@@ -34,9 +36,7 @@ class RejectionConfig:
 
     level: str = setting("token", "unit that is judged", choices=("token", "sequence"))
     action: str = setting("mask", "mask removes from the numerator, clamp bounds the weight", choices=("mask", "clamp"))
-    metric: str = setting(
-        "ratio", "what is measured", choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl")
-    )
+    metric: str = setting("ratio", "what is measured", choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"))
     agg: str = setting("mean", "how a sequence's tokens are aggregated", choices=("mean", "sum", "max"))
     upper: float | None = setting(5.0, "inclusive upper bound")
     lower: float | None = setting(None, "inclusive lower bound")
@@ -48,7 +48,8 @@ class FsdpConfig:
 
     offload_params: bool = setting(False, "keep parameters and optimiser state in host memory between uses")
     attention: str = setting(
-        "auto", "packed attention: auto takes flash-attn's varlen kernel on CUDA, else per-sequence SDPA",
+        "auto",
+        "packed attention: auto takes flash-attn's varlen kernel on CUDA, else per-sequence SDPA",
         choices=("auto", "sdpa", "flash"),
     )
 
@@ -58,8 +59,12 @@ class ActorConfig:
     """The policy: model, trainer and PPO-family objective; AReaL's names."""
 
     path: str = setting("", "model folder (Hugging Face format)")
-    backend: str = setting("", "trainer part of the allocation, e.g. fsdp:d4; composes `allocation` when that is absent")
-    dtype: str = setting("bfloat16", "compute dtype; master weights are float32", choices=("float32", "float64", "bfloat16"))
+    backend: str = setting(
+        "", "trainer part of the allocation, e.g. fsdp:d4; composes `allocation` when that is absent"
+    )
+    dtype: str = setting(
+        "bfloat16", "compute dtype; master weights are float32", choices=("float32", "float64", "bfloat16")
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations in backward")
     disable_dropout: bool = setting(True, "set every dropout to 0")
     mb_spec: MicroBatchConfig = setting(MicroBatchConfig, "micro-batches")
@@ -76,7 +81,9 @@ class ActorConfig:
     prox_logp_method: str = setting(
         "recompute", "how proximal log-probs are found", choices=("recompute", "loglinear", "reuse", "metrics")
     )
-    rejection_sampling: RejectionConfig | None = setting(RejectionConfig, "bounds on the behaviour weight; null = unbounded")
+    rejection_sampling: RejectionConfig | None = setting(
+        RejectionConfig, "bounds on the behaviour weight; null = unbounded"
+    )
     ppo_n_minibatches: int = setting(1, "optimiser updates per step", minimum=1)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", minimum=0)
     reward_scaling: float = setting(1.0, "factor on rewards (after the bias)")

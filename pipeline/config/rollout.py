@@ -53,4 +53,6 @@ class RewardConfig:
     processes: int = setting(1, "child processes per rollout rank", minimum=1)
     timeout_seconds: float = setting(10.0, "hard limit of one call; then the child is killed", above=0)
     error_value: float | None = setting(0.0, "reward of a call that failed or timed out; null = the episode fails")
-    max_error_share: float = setting(0.5, "share of failed calls (of the last 200) that stops the run", above=0, maximum=1)
+    max_error_share: float = setting(
+        0.5, "share of failed calls (of the last 200) that stops the run", above=0, maximum=1
+    )

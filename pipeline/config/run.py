@@ -25,6 +25,10 @@ class RunConfig:
 
     experiment_name: str = setting("experiment", "first part of the run directory")
     trial_name: str = setting("trial", "second part of the run directory")
+    algorithm: str | None = setting(
+        None,
+        "preset in configs/algorithm: under the keys of the YAML that names it, over them when given as algorithm=NAME",
+    )
     task: str = setting("rl", "kind of run", choices=("rl",))
     seed: int = setting(1, "seed of the run: order of data, sampling, initialisation", minimum=0)
     allocation: str = setting("", "ranks of each role, e.g. hf:d1+fsdp:d1 (split) or hf:d2|fsdp:d2 (colocated)")

@@ -19,7 +19,9 @@ class SaverConfig:
 class RecoverConfig:
     """Checkpoints for resuming."""
 
-    freq_steps: int | None = setting(None, "checkpoint every so many steps; null = only on a signal and at the end", minimum=1)
+    freq_steps: int | None = setting(
+        None, "checkpoint every so many steps; null = only on a signal and at the end", minimum=1
+    )
     keep: int = setting(2, "complete checkpoints kept", minimum=1)
 
 

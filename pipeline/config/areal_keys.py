@@ -1,0 +1,5 @@
+"""(placeholder)"""
+
+
+def replacement(name: str) -> str:
+    return ""
