@@ -7,7 +7,6 @@ import difflib
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.records import Example
 
-
 GOLDEN = 1327217885
 """2^31 / golden ratio, odd: multiples modulo 2^31 lie as far from each other as can be (Knuth, TAOCP 3, 6.4)."""
 

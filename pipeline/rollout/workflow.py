@@ -23,8 +23,23 @@ class Judge(Protocol):
     """Scores a completion with the run's reward function, in the pool of killable processes."""
 
     async def __call__(
-        self, prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], data: dict[str, Any]
+        self,
+        prompt: str,
+        completion: str,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        data: dict[str, Any],
     ) -> float: ...
+
+
+class RejectEpisode(Exception):
+    """Raised by a workflow: this example cannot be used; the group is rejected at once, without another try."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        """See `messages.Rejected.reason`."""
+        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -41,8 +56,6 @@ class WorkflowContext:
 class Workflow(Protocol):
     """Built once per rank as `cls(context, **workflow.args)`; runs many episodes at once on one asyncio loop."""
 
-    async def arun_episode(
-        self, engine: EpisodeEngine, example: Example
-    ) -> Trajectory | list[Trajectory] | None:
-        """One episode. None rejects the group; an exception is retried, then rejects the group."""
+    async def arun_episode(self, engine: EpisodeEngine, example: Example) -> Trajectory | list[Trajectory] | None:
+        """One episode. None and `RejectEpisode` reject the group; another exception is retried, then rejects it."""
         ...
