@@ -62,7 +62,7 @@ def wrong_limits(config: RunConfig) -> list[str]:
     return [
         f"{key.name}: {shown(value)} is not allowed; allowed: {key.allowed}"
         for key, value in _leaves(config)
-        if not _within_limits(key, value)
+        if not within_limits(key, value)
     ]
 
 
@@ -75,7 +75,8 @@ def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[Key, Any]]:
             yield key, value
 
 
-def _within_limits(key: Key, value: Any) -> bool:
+def within_limits(key: Key, value: Any) -> bool:
+    """Whether a value of the right type is one of the choices, or inside the bounds and finite."""
     if key.choices is not None:
         return value in key.choices
     if value is None or not isinstance(value, int | float):

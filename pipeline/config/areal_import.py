@@ -1,0 +1,301 @@
+"""Turns an AReaL configuration (a GRPO or PPO run) into one of ours, and says of every key that has no place here why.
+
+The tables are in `areal_keys.py`; here is what needs more than a table. Interpolations are resolved, since they may
+name keys that are gone; `${oc.env:…}` stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pekoe.pipeline import registry
+from pekoe.pipeline.config.areal_keys import DEFAULTS, SECTION_DEFAULTS, Gone, Moved, rule_of
+from pekoe.pipeline.config.check import within_limits
+from pekoe.pipeline.config.emit import escape, yaml_value
+from pekoe.pipeline.config.schema import ConfigError, Key, all_keys, shown
+from pekoe.pipeline.config.values import WrongValue, convert
+
+_WEIGHT_MODES = {
+    "token_mask": ("token", "mask"),
+    "token_truncate": ("token", "clamp"),
+    "sequence_mask": ("sequence", "mask"),
+    "sequence_truncate": ("sequence", "clamp"),
+}
+
+
+@dataclass
+class _Import:
+    """What was found so far."""
+
+    theirs: dict[str, Any]
+    ours: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    gone: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """(section, what is said) -> keys."""
+    keys: dict[str, Key] = field(default_factory=lambda: {key.name: key for key in all_keys()})
+
+    def put(self, source: str, name: str, value: Any) -> None:
+        """Sets a key of ours, or notes why the value is not possible here."""
+        key = self.keys[name]
+        if isinstance(value, str) and "${" in value:
+            self.ours[name] = value
+            return
+        try:
+            converted = convert(key, value)
+        except WrongValue as error:
+            self.notes.append(f"{source}: {shown(value)} {error} here; allowed: {key.allowed}; left at the default")
+            return
+        if not within_limits(key, converted):
+            self.notes.append(
+                f"{source}: {shown(value)} is not possible here; allowed: {key.allowed}; left at the default"
+            )
+            return
+        self.ours[name] = escape(converted)
+
+    def drop(self, name: str, value: Any, rule: Gone) -> None:
+        lost = not (value is None or value in rule.neutral)
+        said = f"no place here: {rule.reason}" if lost else f"is off, as here: nothing is lost ({rule.reason})"
+        self.gone.setdefault((name.partition(".")[0], said), []).append(name)
+
+
+def import_areal(path: str | Path) -> tuple[str, list[str]]:
+    """The YAML text of our configuration, and notes: one for each key of the file that did not go over as it is."""
+    state = _Import(dict(_leaves(_read(Path(path)))))
+    for name, value in state.theirs.items():
+        special = _SPECIAL.get(name)
+        if special is not None:
+            special(state, name, value)
+        else:
+            _by_table(state, name, value)
+    _write_defaults(state)
+    _settle_rejection(state)
+    _settle_data(state)
+    state.notes += [f"{', '.join(names)}: {said}" for (_, said), names in state.gone.items()]
+    return _text(state.ours, Path(path).name), state.notes
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        parsed = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the file: {error.strerror}", str(path)) from error
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"is not YAML: {' '.join(str(error).split())}", str(path)) from error
+    if not isinstance(parsed, DictConfig):
+        raise ConfigError("is not a mapping of keys to values", str(path))
+    return parsed
+
+
+def _leaves(tree: DictConfig, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values, interpolations resolved where they can be; mappings that are one value stay whole."""
+    node = OmegaConf.select(tree, section) if section else tree
+    raw = OmegaConf.to_container(node)
+    assert isinstance(raw, dict)
+    for key, written in raw.items():
+        name = ".".join(filter(None, (section, str(key))))
+        value = _resolved(tree, name, written) if isinstance(written, str) and "${" in written else written
+        if isinstance(value, dict) and value and not isinstance(rule_of(name), Moved):
+            if isinstance(written, dict):
+                yield from _leaves(tree, name)
+            else:
+                yield from ((f"{name}.{entry}", inner) for entry, inner in value.items())
+        else:
+            yield name, value
+
+
+def _resolved(tree: DictConfig, name: str, written: str) -> Any:
+    if "${oc.env:" in written:
+        return written
+    try:
+        value = OmegaConf.select(tree, name, throw_on_missing=True)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:
+        return written
+
+
+def _by_table(state: _Import, name: str, value: Any) -> None:
+    rule = rule_of(name)
+    if isinstance(rule, Gone):
+        state.drop(name, value, rule)
+    elif isinstance(rule, Moved):
+        # bool is an int to ==, but no value of ours is chosen by one
+        ours = next((to for given, to in rule.values if type(given) is type(value) and given == value), value)
+        state.put(name, rule.to, ours)
+        if rule.to != name or ours is not value:
+            state.notes.append(f"{name}: {shown(value)} is {rule.to}: {shown(ours)} here")
+    elif name in state.keys and not (state.keys[name].is_section and value == {}):
+        state.put(name, name, value)
+    else:
+        state.drop(name, object(), Gone("is no key of AReaL's that is known here, and none of ours"))
+
+
+def _allocation(state: _Import, name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        state.drop(name, None, Gone("actor.backend and rollout.backend compose it"))
+        return
+    parts: list[str] = []
+    for joint, part in re.findall(r"(^|[+|])((?:\([^)]*\)|[^+|(])*)", value.replace(" ", "")):
+        if part in ("eval", "cpu"):
+            state.notes.append(f"{name}: +{part} is left out: evaluation runs on the rollout ranks")
+        else:
+            parts.append((joint if parts else "") + _part(state, name, part))
+    ours = "".join(parts)
+    key = "allocation" if name == "allocation_mode" else name
+    state.put(name, key, ours)
+    if ours != value or key != name:
+        state.notes.append(f"{name}: {shown(value)} is {key}: {shown(ours)} here")
+    available = {*registry.INFERENCE_ENGINES, *registry.TRAIN_ENGINES}
+    wanted = set(re.findall(r"(?:^|[+|])([a-z]+)", ours)) - available
+    if wanted:
+        engines = f"{', '.join(sorted(wanted))}: not in this version; available: {', '.join(sorted(available))}"
+        state.notes.append(f"{key}: {engines} (e.g. hf:d1+fsdp:d1)")
+
+
+def _part(state: _Import, name: str, part: str) -> str:
+    """One part in our grammar: `sglang.d4` and parts without an engine are older forms."""
+    part = re.sub(r"^([a-z]+)\.(?=[dtpce]\d)", r"\1:", part)
+    if re.match(r"[dtpce]\d|\(", part):
+        megatron = part.startswith("(") or re.search(r"[pe](?!1(?!\d))\d", part)
+        return f"{'megatron' if megatron else 'fsdp'}:{part}"
+    if part.startswith("archon"):
+        state.notes.append(f"{name}: AReaL's archon engine is native here")
+        return "native" + part[len("archon") :]
+    return part
+
+
+def _backend(state: _Import, name: str, value: Any) -> None:
+    if isinstance(value, str) and ":" in value:
+        _allocation(state, name, value)
+    else:
+        state.drop(name, value, Gone("an engine without dimensions: allocation names it"))
+
+
+def _weight_cap(state: _Import, name: str, value: Any) -> None:
+    mode = state.theirs.get("actor.behave_imp_weight_mode") or "token_mask"
+    if value is None or mode == "disabled":
+        state.ours["actor.rejection_sampling"] = None
+        state.notes.append(f"{name}: {shown(value)} is actor.rejection_sampling: null here")
+        return
+    if mode not in _WEIGHT_MODES:
+        state.drop(name, value, Gone(f"behave_imp_weight_mode {mode!r} is not known"))
+        return
+    level, action = _WEIGHT_MODES[mode]
+    for key, ours in (("level", level), ("action", action), ("metric", "ratio"), ("upper", value)):
+        state.put(name, f"actor.rejection_sampling.{key}", ours)
+    state.notes.append(
+        f"{name}: {shown(value)} is actor.rejection_sampling: {level} {action} at ratio {shown(value)} here"
+    )
+
+
+def _weight_mode(state: _Import, name: str, value: Any) -> None:
+    state.notes.append(f"{name}: {shown(value)} is actor.rejection_sampling.level and action here")
+    if not {"actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap"} & set(state.theirs):
+        _weight_cap(state, name, None if value == "disabled" else 5.0)
+
+
+def _recompute(state: _Import, name: str, value: Any) -> None:
+    reason = "actor.use_decoupled_loss and prox_logp_method decide what is recomputed"
+    lost = value is True and state.theirs.get("actor.use_decoupled_loss") is not True
+    state.drop(name, value, Gone(reason, () if lost else (True, False)))
+
+
+def _data_type(state: _Import, name: str, value: Any) -> None:
+    section = name.partition(".")[0]
+    if value in registry.DATASETS:
+        state.put(name, name, value)
+    elif value != "rl":
+        state.drop(name, value, Gone("runs of this version are reinforcement learning (type: rl)"))
+    else:
+        state.notes.append(f"{name}: 'rl' is task: rl here; {section}.type names the kind of data set")
+
+
+_SPECIAL: dict[str, Callable[[_Import, str, Any], None]] = {
+    "allocation_mode": _allocation,
+    "actor.backend": _backend,
+    "rollout.backend": _backend,
+    "actor.behav_imp_weight_cap": _weight_cap,
+    "actor.behave_imp_weight_cap": _weight_cap,
+    "actor.behave_imp_weight_mode": _weight_mode,
+    "actor.recompute_logprob": _recompute,
+    "train_dataset.type": _data_type,
+    "valid_dataset.type": _data_type,
+}
+
+
+def _given(state: _Import, name: str) -> bool:
+    """Whether the file says anything of a key, of the section above it or of a key below it."""
+    return any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for key in state.theirs)
+
+
+def _write_defaults(state: _Import) -> None:
+    defaults = dict(DEFAULTS)
+    for section, keys in SECTION_DEFAULTS.items():
+        if any(key.startswith(f"{section}.") for key in state.theirs):
+            defaults |= {f"{section}.{key}": value for key, value in keys.items()}
+    for name, value in defaults.items():
+        if not _given(state, name):
+            state.put(name, name, value)
+            state.notes.append(f"{name}: not in the file; AReaL's default {shown(value)} is written out (ours differs)")
+    if _given(state, "ref") and "actor.kl_ctl" not in state.theirs:
+        state.notes.append(
+            "actor.kl_ctl: not in the file; AReaL's default 0.1 has no place: it needs a reference model"
+        )
+    if state.ours.get("actor.mb_spec.max_tokens_per_mb") is None:
+        default = state.keys["actor.mb_spec.max_tokens_per_mb"].default
+        state.notes.append(
+            f"actor.mb_spec.max_tokens_per_mb: not in the file; it is required here: {default} is the default"
+        )
+
+
+def _settle_rejection(state: _Import) -> None:
+    """AReaL rejects nothing unless told to (its older versions: a cap of 5); ours has bounds by default."""
+    if any(key.startswith("actor.rejection_sampling") for key in state.ours):
+        return
+    state.ours["actor.rejection_sampling"] = None
+    if state.ours.get("actor.use_decoupled_loss"):
+        state.notes.append(
+            "actor.rejection_sampling: not in the file; null is written out, as in AReaL of today "
+            "(its versions with behav_imp_weight_cap had 5.0: actor.rejection_sampling.upper=5)"
+        )
+
+
+def _settle_data(state: _Import) -> None:
+    """The kind of data set is told by its path; AReaL names the reward in its script."""
+    for section in ("train_dataset", "valid_dataset"):
+        path, key = state.ours.get(f"{section}.path"), f"{section}.type"
+        if not isinstance(path, str) or key in state.ours:
+            continue
+        kind = "gsm8k" if "gsm8k" in path.lower() else "jsonl"
+        state.put(key, key, kind)
+        state.notes.append(f"{key}: {kind}, told by the path; change it if that is wrong (or name module:Class)")
+    if not _given(state, "reward"):
+        kind = "gsm8k" if state.ours.get("train_dataset.type") == "gsm8k" else "math"
+        state.put("reward.name", "reward.name", kind)
+        state.notes.append(
+            f"reward.name: AReaL names the reward in its script; {kind} is written "
+            "(a function with its signature works as module:function)"
+        )
+
+
+def _text(ours: dict[str, Any], source: str) -> str:
+    """YAML of the keys that were set, in the order of the schema."""
+    lines = [f"# imported from AReaL's {source}"]
+    opened: list[str] = []
+    for key in all_keys():
+        if key.name not in ours:
+            continue
+        *sections, last = key.name.split(".")
+        common = 0
+        while common < min(len(opened), len(sections)) and opened[common] == sections[common]:
+            common += 1
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(common, len(sections))]
+        opened = sections
+        lines.append(f"{'  ' * len(sections)}{last}: {yaml_value(ours[key.name])}")
+    return "\n".join(lines) + "\n"
