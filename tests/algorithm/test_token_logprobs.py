@@ -48,7 +48,7 @@ def test_bfloat16_logits_give_float32_and_a_bfloat16_gradient():
 
 
 def test_alignment_with_a_model_whose_logprob_tells_the_token():
-    """A model that puts log-prob -id/100 on each id, whatever came before, and one that depends on the position before."""
+    """A model that puts a log-prob of -id/100, up to a constant, on each id."""
     tokens = torch.tensor([10, 11, 12, 13, 20, 21, 30])
     cu_seqlens, mask = torch.tensor([0, 4, 6, 7]), torch.tensor([0, 0, 1, 0, 0, 1, 0])
     asked = []

@@ -119,7 +119,7 @@ class HfFolderWriter:
     def __init__(self, source: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
         self.source, self.folder = source, folder
         self.part = folder.with_name(f"{folder.name}.part")
-        self._plan = plan_shards(specs)
+        self._plan = plan_shards(specs, SHARD_BYTES)
         self._held: dict[str, Tensor] = {}
         self._number = 0
         shutil.rmtree(self.part, ignore_errors=True)
@@ -165,7 +165,7 @@ class HfFolderWriter:
         self._number += 1
 
 
-def plan_shards(specs: Sequence[TensorSpec], limit: int = SHARD_BYTES) -> list[list[str]]:
+def plan_shards(specs: Sequence[TensorSpec], limit: int) -> list[list[str]]:
     """Names of the tensors of each file, in order, at most `limit` bytes each (a larger tensor has its own)."""
     shards: list[list[str]] = []
     room = 0

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-NAMES = {"sdpa": "pekoe_packed_sdpa", "flash": "pekoe_packed_flash"}
-"""`actor.fsdp.attention` -> name in transformers' registry."""
+NAMES = {"sdpa": "pekoe_packed_split", "flash": "pekoe_packed_varlen"}
+"""`actor.fsdp.attention` -> name in transformers' registry, which treats names with `flash` or `sdpa` in them as its
+own."""
 
 
 @dataclass(frozen=True, eq=False)
