@@ -7,7 +7,8 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, StopTrainer
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved, Exported
-    any   -> head      Heartbeat
+    any   -> head      Heartbeat, SignalReceived, Leaving
+    head  -> any       Farewell
 """
 
 from __future__ import annotations
@@ -322,6 +323,20 @@ class Heartbeat(Message, frozen=True):
     version: int
     gauges: dict[str, float] = {}
     """Queue sizes, tokens/s, oldest running episode's age …"""
+
+
+class SignalReceived(Message, frozen=True):
+    """This rank was told to stop (SIGTERM, SIGUSR2, SIGHUP)."""
+
+    signal: int
+
+
+class Leaving(Message, frozen=True):
+    """This rank's work is over; it only carries its last messages until the Farewell."""
+
+
+class Farewell(Message, frozen=True):
+    """Every rank is leaving: finish MPI now, together."""
 
 
 Inbox = queue.SimpleQueue[tuple[int, Message]]

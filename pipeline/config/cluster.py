@@ -15,15 +15,21 @@ class ClusterConfig:
     n_gpus_per_node: int = setting(8, "devices on a node (any vendor); ranks per node never exceed it", minimum=1)
     fileroot: str = setting("runs", "root on the shared filesystem; the run directory is fileroot/experiment/trial")
     launcher: str = setting(
-        "auto", "how the world starts: auto joins the one it is in, else mpiexec", choices=("auto", "mpiexec", "srun", "none")
+        "auto",
+        "how the world starts: auto joins the one it is in, else mpiexec",
+        choices=("auto", "mpiexec", "srun", "none"),
     )
     device: str = setting("auto", "device kind of every rank", choices=("auto", "cpu", "cuda", "npu"))
     threads_per_rank: int | None = setting(
         None, "CPU threads of torch on a rank; null = cores in the affinity mask / ranks on the node", minimum=1
     )
     heartbeat_seconds: float = setting(2.0, "interval of heartbeats", above=0)
+    silence_seconds: float = setting(
+        120.0, "the run fails when the main thread of a rank has sent no heartbeat for this long", above=0
+    )
+    grace_seconds: float = setting(
+        60.0, "time from the first stop signal to the hard end of the attempt, saving included", above=0
+    )
     abort_seconds: float = setting(5.0, "how long a failing world may take to write its error record", above=0)
     setup_seconds: float = setting(600.0, "limit for start-up: models loaded, groups formed", above=0)
-    progress_seconds: float = setting(
-        1800.0, "the run fails when no group and no step arrived for this long", above=0
-    )
+    progress_seconds: float = setting(1800.0, "the run fails when no group and no step arrived for this long", above=0)

@@ -1,0 +1,212 @@
+"""Facts about this process: the variables of srun, mpiexec and Slurm, read once and turned into one record.
+
+The table below is the only place that names these variables; nobody else reads `os.environ` for them. Values of the
+running step beat values of the job. Under hydra or orted inside Slurm the SLURM_* task variables describe the proxy, so the
+process manager nearest to the rank wins. Pure functions of the mapping that is passed in.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pekoe.launch.slurm_lists import expand_task_counts
+
+VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+TORCH_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+"""Variables of torch's own launchers: never inherited by a rank; trainer ranks get those of their role."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where one process manager puts each property; the first variable that is set counts."""
+
+    launcher: str
+    markers: tuple[str, ...]
+    """It started us if all of these are set."""
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+
+
+STEP_SIZE = ("SLURM_STEP_NUM_TASKS",)
+PROCESS_MANAGERS = (
+    Names(
+        "openmpi", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Names(
+        "mpich", ("PMI_RANK", "MPI_LOCALRANKID"), ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",),
+    ),
+    Names("mpich", ("PMI_RANK", "HYDI_CONTROL_FD"), ("PMI_RANK",), ("PMI_SIZE",)),
+    Names("pmix", ("PMIX_RANK",), ("PMIX_RANK",), STEP_SIZE, ("SLURM_LOCALID",)),
+    Names("pmi2", ("PMI_RANK",), ("PMI_RANK",), (*STEP_SIZE, "PMI_SIZE"), ("SLURM_LOCALID",)),
+    Names("srun", ("SLURM_PROCID", *STEP_SIZE), ("SLURM_PROCID",), STEP_SIZE, ("SLURM_LOCALID",)),
+)  # fmt: skip
+"""Nearest first. `srun` is srun without any PMI: each task is an MPI world of its own, which the size check finds."""
+STEP_LAUNCHERS = ("pmix", "pmi2", "srun")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the environment says of this process."""
+
+    launcher: str
+    """Who started it: openmpi, mpich, pmix, pmi2, srun, or none (a single process)."""
+    rank: int
+    size: int
+    """Ranks that MPI must find too."""
+    local_rank: int
+    local_size: int | None
+    """Ranks of the world on this node; None = not said."""
+    host: str
+    node_rank: int | None
+    num_nodes: int | None
+    job_id: str | None
+    """Slurm job, `<array job>_<task>` in an array."""
+    step_size: int | None
+    """Tasks of the running Slurm step, if one started us."""
+    visible: Mapping[str, tuple[str, ...] | None]
+    """Per visible-devices variable its list; None = not set, () = set and empty."""
+    narrowed: bool
+    """Slurm gave each task its own devices (`--gpus-per-task` and the like): the visible list is this task's alone."""
+    cores_on_node: int | None
+    notes: tuple[str, ...] = ()
+    """Sentences for the log about what was seen and not followed."""
+
+    @property
+    def in_world(self) -> bool:
+        """An MPI launcher or srun started this process."""
+        return self.launcher != "none"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of a rank."""
+
+    name: str
+    """As it stands in the visible list: an index or a UUID."""
+    ordinal: int
+    """Position in the visible list: what the vendor's library counts."""
+
+
+def read(environ: Mapping[str, str], host: str | None = None) -> Facts:
+    """The facts of this process. ValueError names a variable that is no number."""
+    names = next((n for n in PROCESS_MANAGERS if all(environ.get(marker) for marker in n.markers)), None)
+    in_step = names is not None and names.launcher in STEP_LAUNCHERS
+    step_size = _number(environ, *STEP_SIZE) if in_step else None
+    node_rank = _number(environ, "SLURM_NODEID") if in_step else None
+    rank = (_number(environ, *names.rank) or 0) if names else 0
+    size = (_number(environ, *names.size) or 1) if names else 1
+    return Facts(
+        launcher=names.launcher if names else "none",
+        rank=rank,
+        size=size,
+        local_rank=(_number(environ, *names.local_rank) or 0) if names else 0,
+        local_size=_local_size(environ, names, node_rank),
+        host=host or environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        node_rank=node_rank,
+        num_nodes=_number(environ, "SLURM_STEP_NUM_NODES") if in_step else None,
+        job_id=_job_id(environ),
+        step_size=step_size,
+        visible={name: _device_list(environ.get(name)) for name in VISIBLE_VARIABLES},
+        narrowed=in_step
+        and any(environ.get(n) for n in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")),
+        cores_on_node=_number(environ, "SLURM_CPUS_ON_NODE"),
+        notes=_notes(environ, names),
+    )
+
+
+def pick_device(facts: Facts, variable: str, num_devices: int | None = None, ranks_per_device: int = 1) -> Device:
+    """The device of this rank, out of the visible list of `variable`.
+
+    `num_devices` is what the vendor's library counts, needed only where the variable is not set. Distinct ranks of a node get
+    distinct devices unless `ranks_per_device` says otherwise. ValueError where there are more ranks than devices.
+    """
+    listed = facts.visible.get(variable)
+    if listed is None:
+        count = num_devices if num_devices is not None else (facts.local_size or facts.local_rank + 1)
+        listed = tuple(str(index) for index in range(count))
+    if not listed:
+        raise ValueError(f"{variable}: no device is visible on {facts.host}; allowed: at least one per rank")
+    if facts.narrowed or (len(listed) == 1 and facts.local_size is None):
+        return Device(listed[0], 0)
+    ranks = facts.local_size if facts.local_size is not None else facts.local_rank + 1
+    if ranks > len(listed) * ranks_per_device:
+        raise ValueError(
+            f"{variable}: {ranks} ranks on {facts.host} but {len(listed)} visible devices ({','.join(listed)}); "
+            f"allowed: at most {ranks_per_device} rank(s) per device: start fewer ranks per node or ask for more devices"
+        )
+    ordinal = facts.local_rank // ranks_per_device
+    return Device(listed[ordinal], ordinal)
+
+
+def cores_per_rank(facts: Facts, affinity: set[int] | None = None) -> int:
+    """CPU cores that this rank may keep busy: its affinity mask, shared with the node's other ranks unless it is its own."""
+    mask = len(affinity if affinity is not None else os.sched_getaffinity(0))
+    ranks = facts.local_size or 1
+    bound_per_task = (
+        facts.launcher in STEP_LAUNCHERS and facts.cores_on_node is not None and mask * ranks <= facts.cores_on_node
+    )
+    return mask if bound_per_task else max(1, mask // ranks)
+
+
+def torch_variables(role_rank: int, role_size: int, local_rank: int) -> dict[str, str]:
+    """What a rank that only trains exports for torch: numbers of its role, never of the world."""
+    return {"RANK": str(role_rank), "WORLD_SIZE": str(role_size), "LOCAL_RANK": str(local_rank)}
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        text = environ.get(name)
+        if text:
+            try:
+                return int(text)
+            except ValueError:
+                raise ValueError(f"{name}: {text!r} in the environment is not a number; allowed: an integer") from None
+    return None
+
+
+def _local_size(environ: Mapping[str, str], names: Names | None, node_rank: int | None) -> int | None:
+    if names is None:
+        return 1
+    if names.local_size:
+        return _number(environ, *names.local_size)
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if names.launcher not in STEP_LAUNCHERS or not counts or node_rank is None:
+        return None
+    per_node = expand_task_counts(counts)
+    return per_node[node_rank] if node_rank < len(per_node) else None
+
+
+def _job_id(environ: Mapping[str, str]) -> str | None:
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    if array:
+        return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return environ.get("SLURM_JOB_ID") or None
+
+
+def _device_list(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = [part.strip() for part in text.split(",")]
+    if names[0] in ("", "-1", "NoDevFiles"):
+        return ()
+    return tuple(name for name in names if name)
+
+
+def _notes(environ: Mapping[str, str], names: Names | None) -> tuple[str, ...]:
+    if names is None and environ.get("SLURM_NTASKS"):
+        return (
+            f"SLURM_NTASKS={environ['SLURM_NTASKS']} describes the job, and no step started this process: "
+            "it counts as a single process",
+        )
+    if names and names.launcher not in STEP_LAUNCHERS and environ.get("SLURM_PROCID"):
+        return (f"SLURM_PROCID={environ['SLURM_PROCID']} describes the proxy of {names.launcher}, not this rank",)
+    return ()

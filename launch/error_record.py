@@ -1,0 +1,88 @@
+"""The one error record of an attempt: `RUN/errors/attempt-A.json`. Whoever comes first writes it; all others add nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pekoe.pipeline.run_directory import RunDirectory
+
+TEXT_LIMIT = 20_000
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Who failed, where, doing what."""
+
+    attempt: int
+    rank: int
+    host: str
+    role: str
+    phase: str
+    phase_seconds: float
+    error: str
+    """One line: type and message, or `killed by signal 9 (SIGKILL)`."""
+    traceback: str = ""
+    thread: str = ""
+    pid: int = 0
+    log: str = ""
+    """The rank's log, relative to the run directory."""
+    time: float = field(default_factory=time.time)
+    """When it was noticed, seconds since 1970."""
+
+    def sentence(self) -> str:
+        """For people, in one line."""
+        return (
+            f"rank {self.rank} ({self.role or 'no role yet'}, {self.host}) failed in phase {self.phase!r}: {self.error}"
+        )
+
+
+def record_path(run: RunDirectory, attempt: int) -> Path:
+    return run.errors / f"attempt-{attempt}.json"
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """(one line, traceback) of an exception."""
+    line = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception(error))
+    return line[:TEXT_LIMIT], text[-TEXT_LIMIT:]
+
+
+def write_record(run: RunDirectory, record: ErrorRecord) -> bool:
+    """Claims the attempt's record with this one; False where another one is there already.
+
+    It appears whole or not at all: a hard link of a finished temporary file is refused when the name exists. A filesystem
+    without hard links gets an exclusive create instead.
+    """
+    run.errors.mkdir(parents=True, exist_ok=True)
+    final = record_path(run, record.attempt)
+    if final.exists():
+        return False
+    part = final.with_name(f"{final.name}.{record.host}.{os.getpid()}.part")
+    data = (json.dumps(asdict(record), indent=1, sort_keys=True) + "\n").encode()
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(part, final)
+    except FileExistsError:
+        return False
+    except OSError:
+        return _create_exclusively(final, data)
+    finally:
+        part.unlink(missing_ok=True)
+    return True
+
+
+def _create_exclusively(final: Path, data: bytes) -> bool:
+    try:
+        with open(final, "xb") as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True

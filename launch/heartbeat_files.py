@@ -1,0 +1,66 @@
+"""Heartbeats on disk: `RUN/heartbeats/rank-N.json`, replaced whole, written by one leader per node in a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+
+import msgspec
+from pekoe.pipeline.messages import Heartbeat
+from pekoe.pipeline.run_directory import RunDirectory
+
+
+def write_heartbeat(run: RunDirectory, attempt: int, heartbeat: Heartbeat) -> None:
+    """Replaces a rank's file atomically; not synced to disk, since the next one comes in seconds."""
+    path = run.heartbeats / f"rank-{heartbeat.rank}.json"
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    value = {**msgspec.to_builtins(heartbeat), "attempt": attempt, "time": time.time()}
+    part.write_text(json.dumps(value, sort_keys=True) + "\n")
+    os.replace(part, path)
+
+
+class HeartbeatFiles:
+    """Takes heartbeats at once and writes the newest of each rank; a full disk costs files, never the run."""
+
+    def __init__(self, run: RunDirectory, attempt: int) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._queue: queue.SimpleQueue[Heartbeat | None] = queue.SimpleQueue()
+        self._complained = False
+        run.heartbeats.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._write_all, name="heartbeat-files", daemon=True)
+        self._thread.start()
+
+    def put(self, heartbeat: Heartbeat) -> None:
+        self._queue.put(heartbeat)
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Writes what waits, for at most so long."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _write_all(self) -> None:
+        while True:
+            newest: dict[int, Heartbeat] = {}
+            item = self._queue.get()
+            while item is not None:
+                newest[item.rank] = item
+                if self._queue.empty():
+                    break
+                item = self._queue.get()
+            for heartbeat in newest.values():
+                self._write(heartbeat)
+            if item is None:
+                return
+
+    def _write(self, heartbeat: Heartbeat) -> None:
+        try:
+            write_heartbeat(self._run, self._attempt, heartbeat)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                print(f"pekoe: heartbeat files cannot be written: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,105 @@
+"""Heartbeats: who sends them, who watches whom, who writes them to disk.
+
+Every rank tells the head and its node's leader (the lowest rank on the host), which writes the files. The head watches all ranks
+and rank 1 watches the head: a main thread that stands still (SIGSTOP, a call that never returns the interpreter's lock) is
+noticed after `silence_seconds`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from pekoe.launch.heartbeat_files import HeartbeatFiles
+from pekoe.pipeline.messages import Heartbeat
+from pekoe.pipeline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pekoe.launch.world import World
+
+
+class SilentRankError(RuntimeError):
+    """A rank's main thread has stopped sending heartbeats."""
+
+
+class Pulse:
+    """One per world and rank; driven by the main thread."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.newest: dict[int, Heartbeat] = {}
+        """The last heartbeat of each rank heard here (all of them on the head)."""
+        self._heard: dict[int, float] = {}
+        self._inbox = world.post.inbox(Heartbeat)
+        self._counter = 0
+        self._next_beat = 0.0
+        self._next_check = time.monotonic() + 1.0
+        self._files: HeartbeatFiles | None = None
+        leader = world.hosts.index(world.hosts[world.rank])
+        self._listeners = {0, leader}
+        if world.rank == 0 and world.size > 1:
+            self._listeners.add(1)
+        self._leads = leader == world.rank
+        now = time.monotonic()
+        if world.rank == 0:
+            self._heard = dict.fromkeys(range(1, world.size), now)
+        elif world.rank == 1:
+            self._heard = {0: now}
+
+    def open_files(self, run: RunDirectory, attempt: int) -> None:
+        if self._leads:
+            self._files = HeartbeatFiles(run, attempt)
+
+    def close(self) -> None:
+        """The orderly end of all ranks: their last heartbeats on disk say so."""
+        if self._files is not None:
+            for heartbeat in self.newest.values():
+                if heartbeat.host == self.world.facts.host:
+                    self._files.put(msgspec.structs.replace(heartbeat, phase="ended", phase_seconds=0.0))
+            self._files.close()
+
+    def phases(self, ranks: list[int]) -> str:
+        """For error texts: what these ranks said last."""
+        heartbeats = {rank: self.newest.get(rank) for rank in ranks}
+        return ", ".join(f"rank {rank}: {h.phase if h else 'never heard'}" for rank, h in heartbeats.items())
+
+    def beat(self, now: float) -> None:
+        """Sends when it is time, takes what came, looks for silence. SilentRankError names the silent rank."""
+        if now >= self._next_beat:
+            self._next_beat = now + self.world.settings.heartbeat_seconds
+            self._send()
+        while not self._inbox.empty():
+            source, message = self._inbox.get()
+            if isinstance(message, Heartbeat):
+                self.newest[source] = message
+                self._heard[source] = now
+                if self._files is not None and self.world.hosts[source] == self.world.hosts[self.world.rank]:
+                    self._files.put(message)
+        if now >= self._next_check:
+            self._next_check = now + 1.0
+            self._look_for_silence(now)
+            self.world.run_checks()
+
+    def _send(self) -> None:
+        world, state = self.world, self.world.state
+        self._counter += 1
+        heartbeat = Heartbeat(
+            rank=world.rank, role=state.role, host=state.host, pid=os.getpid(), counter=self._counter, phase=state.phase,
+            phase_seconds=round(time.monotonic() - state.phase_since, 3), version=world.version,
+            gauges=world.gauges() if world.gauges is not None else {},
+        )  # fmt: skip
+        for listener in self._listeners:
+            world.post.send(listener, heartbeat)
+
+    def _look_for_silence(self, now: float) -> None:
+        limit = self.world.settings.silence_seconds
+        for rank, heard in self._heard.items():
+            if now - heard > limit and rank != self.world.rank:
+                last = self.newest.get(rank)
+                raise SilentRankError(
+                    f"rank {rank} ({last.role if last else 'no role yet'}, {self.world.hosts[rank]}) has sent no heartbeat for "
+                    f"{now - heard:.0f} s; its last phase was {last.phase if last else 'never heard'!r} "
+                    f"(cluster.silence_seconds is {limit})"
+                )

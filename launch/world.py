@@ -1,0 +1,342 @@
+"""The MPI world of one attempt, as one rank sees it.
+
+    main thread:   join ─► share (start-up values) ─► serve(done): pump the post office, heartbeats, watchdog ─► finalize
+    worker threads: what the run does; they talk over `post` and set `done` at the end
+
+The main thread alone calls MPI; in `serve` it never blocks over 0.1 s and burns no core. An uncaught exception in any thread
+ends the whole world: the record is written, then MPI_Abort. At the end every rank says Leaving and keeps pumping until
+the head says Farewell, since MPI_Finalize would spin while it waits for a slower rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from pekoe.launch import environment
+from pekoe.launch.environment import Facts
+from pekoe.launch.pulse import Pulse
+from pekoe.launch.rank_state import RankState, flush_streams, means_success
+from pekoe.launch.rendezvous import LOOPBACK, own_address
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, StopSignals
+from pekoe.pipeline.messages import Farewell, Leaving, SignalReceived
+from pekoe.pipeline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from pekoe.launch.postoffice import PostOffice
+
+SHARE_BYTES = 1 << 20
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 5e-3
+DUTY_SECONDS = 0.1
+FINALIZE_SECONDS = 5.0
+
+
+class WorldSizeError(ValueError):
+    """MPI, the process manager and the allocation do not agree on the number of ranks."""
+
+    exit_code = EXIT_CONFIGURATION
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """Times of a world in seconds; see the `cluster` keys of the same names."""
+
+    heartbeat_seconds: float = 2.0
+    silence_seconds: float = 120.0
+    abort_seconds: float = 5.0
+    grace_seconds: float = 60.0
+    setup_seconds: float = 600.0
+    """Limit for MPI_Init, and for the other ranks to leave once the head has left."""
+
+
+class World:
+    """Made by `join`; use it as a context manager, so that SystemExit counts as a failure too."""
+
+    def __init__(
+        self, communicator: MPI.Intracomm, post: PostOffice, hosts: tuple[str, ...], facts: Facts,
+        state: RankState, signals: StopSignals, settings: WorldSettings,
+    ) -> None:  # fmt: skip
+        self.rank: int = communicator.Get_rank()
+        self.size: int = communicator.Get_size()
+        self.facts = facts
+        self.hosts = hosts
+        """Host of each rank."""
+        self.post = post
+        self.state = state
+        self.settings = settings
+        self.stop_requested = signals.requested
+        """A stop signal came to this rank (on the head: to any rank)."""
+        self.gauges: Callable[[], dict[str, float]] | None = None
+        """Called for each heartbeat, from the main thread."""
+        self.version = 0
+        self._communicator = communicator
+        self._signals = signals
+        self._checks: list[Callable[[], None]] = []
+        self._over = threading.Event()
+        self._told_head = False
+        self._next_duty = 0.0
+        self._pause = 0.0
+        self._leaving: set[int] = set()
+        self._farewell = False
+        self._inbox = post.inbox(SignalReceived, Leaving, Farewell)
+        self._pulse = Pulse(self)
+
+    @classmethod
+    def join(
+        cls, world_size: int, settings: WorldSettings | None = None, *, facts: Facts | None = None,
+        state: RankState | None = None, signals: StopSignals | None = None,
+    ) -> World:  # fmt: skip
+        """Starts MPI (main thread, once). WorldSizeError unless MPI, the environment and `world_size` name one number."""
+        settings = settings or WorldSettings()
+        facts = facts or environment.read(os.environ)
+        state = state or RankState(facts.rank, facts.host)
+        state.abort_seconds = settings.abort_seconds
+        state.catch_everything()
+        if facts.size != world_size:
+            raise WorldSizeError(
+                f"the allocation needs {world_size} ranks but {facts.launcher} started {facts.size}"
+                f"{' (' + '; '.join(facts.notes) + ')' if facts.notes else ''}; start exactly {world_size}"
+            )
+        state.set_phase("mpi init")
+        state.reports.limit(settings.setup_seconds)
+        state.reports.tell(grace=settings.grace_seconds + settings.abort_seconds)
+        communicator = _start_mpi()
+        state.set_phase("joining")
+        if communicator.Get_size() != world_size:
+            raise WorldSizeError(
+                f"MPI found a world of {communicator.Get_size()} ranks but {facts.launcher} started {facts.size}: "
+                "the MPI library does not speak to this launcher (srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI)"
+            )
+        from pekoe.launch.postoffice import PostOffice
+
+        if signals is None:
+            signals = StopSignals()
+            signals.install()
+        signals.claim()
+        hosts = tuple(communicator.allgather(facts.host))
+        world = cls(communicator, PostOffice(communicator), hosts, facts, state, signals, settings)
+        state.on_failure = world.post.wake.set
+        state.end_process = world._abort_mpi
+        signals.on_first(world._start_deadman)
+        atexit.register(world._at_exit)
+        os.register_at_fork(before=world._warn_of_fork)
+        state.set_phase("joined")
+        return world
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
+
+    @cached_property
+    def address(self) -> str:
+        """Under which the other ranks reach this one: loopback when all are on one host. ValueError where nothing else is."""
+        return LOOPBACK if self.num_hosts == 1 else own_address()
+
+    @property
+    def attempt(self) -> int:
+        return self.state.attempt
+
+    def begin_attempt(self, run: RunDirectory, attempt: int, log: str = "") -> None:
+        """Heartbeats and the error record go to this run directory from now on."""
+        self.state.set_run(run, attempt, log)
+        self._pulse.open_files(run, attempt)
+
+    def set_role(self, role: str) -> None:
+        self.state.set_role(role)
+
+    def set_phase(self, phase: str) -> None:
+        """What this rank is doing now, for heartbeats and error records; any thread."""
+        self.state.set_phase(phase)
+
+    def set_version(self, version: int) -> None:
+        """Version of the weights that this rank holds."""
+        self.version = version
+
+    def add_check(self, check: Callable[[], None]) -> None:
+        """`check()` runs in the main thread about every second while serving; what it raises ends the world."""
+        self._checks.append(check)
+
+    def run_checks(self) -> None:
+        self._signals.claim()
+        for check in self._checks:
+            check()
+
+    def start(self, name: str, target: Callable[[], object]) -> None:
+        """Runs `target` in a daemon thread; an exception or a non-zero SystemExit in it ends the world."""
+
+        def work() -> None:
+            try:
+                target()
+            except BaseException as error:
+                if not means_success(error):
+                    self.state.fail(error, name)
+
+        threading.Thread(target=work, name=name, daemon=True).start()
+
+    def share(self, value: Any, root: int = 0, seconds: float = 600.0) -> Any:
+        """Start-up only, all ranks, main thread: everyone gets the root's value (what JSON can hold, at most 1 MiB)."""
+        data = bytearray(msgspec.json.encode(value)) if self.rank == root else bytearray()
+        if len(data) > SHARE_BYTES:
+            raise ValueError(f"share: the value has {len(data)} bytes; allowed: at most {SHARE_BYTES}")
+        length = bytearray(len(data).to_bytes(8, "little"))
+        self._wait(self._communicator.Ibcast(length, root), seconds, "the shared value")
+        if self.rank != root:
+            data = bytearray(int.from_bytes(length, "little"))
+        self._wait(self._communicator.Ibcast(data, root), seconds, "the shared value")
+        return msgspec.json.decode(data)
+
+    def serve(self, done: threading.Event) -> None:
+        """The main thread's loop until `done` is set by a worker. Does not return from a failure: it aborts the world."""
+        while not done.is_set():
+            self._turn()
+
+    def finalize(self, code: int = EXIT_DONE) -> None:
+        """Orderly end of all ranks: last messages go out, then MPI_Finalize. `code` is this rank's exit code."""
+        self.set_phase("leaving")
+        self.post.send(0, Leaving())
+        deadline = time.monotonic() + self.settings.setup_seconds
+        while not self._farewell:
+            self._turn()
+            if self.rank == 0 and len(self._leaving) == self.size:
+                for rank in range(1, self.size):
+                    self.post.send(rank, Farewell())
+                self._farewell = True
+            if self.rank == 0 and time.monotonic() > deadline:
+                missing = sorted(set(range(self.size)) - self._leaving)
+                raise TimeoutError(
+                    f"ranks {missing} did not leave within {self.settings.setup_seconds} s: {self._pulse.phases(missing)}"
+                )
+        self.post.drain(self.settings.abort_seconds)
+        self._pulse.close()
+        self.set_phase("ended")
+        self.state.reports.ended(code)
+        hung = threading.Timer(FINALIZE_SECONDS, self._leave_hung_finalize, (code,))
+        hung.daemon = True
+        hung.start()
+        _finish_mpi()
+        hung.cancel()
+        self._over.set()
+
+    def abort(self, error: BaseException, thread: str = "") -> None:
+        """Ends the whole world with the first failure's record and exit code; does not return."""
+        self.state.fail(error, thread)
+        if threading.current_thread() is threading.main_thread():
+            self._abort_mpi()
+        threading.Event().wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not means_success(error):
+            self.abort(error)
+        elif not self._over.is_set():
+            self.finalize()
+
+    def _turn(self) -> None:
+        if self.state.failed.is_set():
+            self._abort_mpi()
+        moved = self.post.pump()
+        now = time.monotonic()
+        if now >= self._next_duty:
+            self._next_duty = now + DUTY_SECONDS
+            self._do_duties(now)
+        if moved:
+            self._pause = 0.0
+            return
+        self._pause = min(max(self._pause * 2, SHORTEST_PAUSE), LONGEST_PAUSE)
+        self.post.wake.wait(self._pause)
+
+    def _do_duties(self, now: float) -> None:
+        number = self._signals.first
+        if number is not None and not self._told_head:
+            self._told_head = True
+            self.post.send(0, SignalReceived(number))
+        while not self._inbox.empty():
+            source, message = self._inbox.get()
+            if isinstance(message, SignalReceived):
+                self._signals.request(message.signal)
+            elif isinstance(message, Leaving):
+                self._leaving.add(source)
+            else:
+                self._farewell = True
+        self._pulse.beat(now)
+
+    def _wait(self, request: MPI.Request, seconds: float, what: str) -> None:
+        deadline, pause = time.monotonic() + seconds, SHORTEST_PAUSE
+        while not request.Test():
+            if self.state.failed.is_set():
+                self._abort_mpi()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank}: {what} did not come within {seconds} s")
+            time.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    def _abort_mpi(self) -> None:
+        self.state.recorded.wait(self.settings.abort_seconds)
+        flush_streams()
+        self._communicator.Abort(self.state.exit_code or EXIT_FAILURE)
+
+    def _start_deadman(self, number: int) -> None:
+        print(f"pekoe: rank {self.rank}: signal {number}: stopping at the next boundary", file=sys.stderr, flush=True)
+        threading.Thread(target=self._deadman, name="deadman", daemon=True).start()
+
+    def _deadman(self) -> None:
+        if self._over.wait(self.settings.grace_seconds):
+            return
+        print(
+            f"pekoe: rank {self.rank}: not over {self.settings.grace_seconds} s after the stop signal, in phase "
+            f"{self.state.phase!r}; ending now", file=sys.stderr, flush=True,
+        )  # fmt: skip
+        faulthandler.dump_traceback(all_threads=True)
+        self.state.reports.ended(EXIT_REQUEUE)
+        flush_streams()
+        os._exit(EXIT_REQUEUE)
+
+    def _leave_hung_finalize(self, code: int) -> None:
+        print(f"pekoe: MPI_Finalize did not return in {FINALIZE_SECONDS} s; leaving", file=sys.stderr, flush=True)
+        flush_streams()
+        os._exit(code)
+
+    def _at_exit(self) -> None:
+        if not self._over.is_set() and not self.state.failed.is_set():
+            self.abort(RuntimeError("the rank's program ended without leaving the world"))
+
+    def _warn_of_fork(self) -> None:
+        if not self._over.is_set():
+            warnings.warn(
+                "fork after MPI_Init: the child shares registered memory; start processes before World.join, by forkserver or exec",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+
+
+def _start_mpi() -> MPI.Intracomm:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_FUNNELED:
+        raise RuntimeError("MPI gives less than thread level FUNNELED: worker threads are not safe with this library")
+    return MPI.COMM_WORLD
+
+
+def _finish_mpi() -> None:
+    from mpi4py import MPI
+
+    MPI.Finalize()

@@ -1,0 +1,136 @@
+"""What the ranks of the test worlds run: `python world_program.py RUN WHAT`. Each WHAT is one way to live or to die."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pekoe.launch import environment
+from pekoe.launch.rank_state import RankState
+from pekoe.launch.stop_signals import EXIT_REQUEUE, StopSignals
+from pekoe.launch.supervisor import Reports, supervise
+from pekoe.launch.world import World, WorldSettings
+from pekoe.pipeline.run_directory import RunDirectory
+
+RUN, WHAT = Path(sys.argv[1]), sys.argv[2]
+FAST = WorldSettings(heartbeat_seconds=0.2, silence_seconds=2.0, grace_seconds=3.0, setup_seconds=20.0)
+PATIENT = WorldSettings(heartbeat_seconds=0.2)
+
+
+def say(**facts: object) -> None:
+    """One line of JSON on stdout that the test reads."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def boom() -> None:
+    raise ValueError("boom in rank 1")
+
+
+def rank_program(reports: Reports) -> int:
+    facts = environment.read(os.environ)
+    state = RankState(facts.rank, facts.host, reports, FAST.abort_seconds)
+    state.catch_everything()
+    state.set_run(RunDirectory(RUN), 0)
+    state.set_role("trainer" if facts.rank == 0 else "rollout")
+    signals = StopSignals()
+    signals.install()
+    if WHAT == "import-error" and facts.rank == 1:
+        import pekoe.pipeline.no_such_module  # noqa: F401
+    expected = 5 if WHAT == "wrong-allocation" else facts.size
+    settings = PATIENT if WHAT in ("idle", "sleep") else FAST
+    with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
+        world.begin_attempt(RunDirectory(RUN), 0)
+        return behave(world)
+
+
+def behave(world: World) -> int:
+    done = threading.Event()
+    victim = world.rank == 1
+    world.set_phase("working")
+    if WHAT == "main-while-barrier":
+        if victim:
+            time.sleep(0.3)
+            boom()
+        world._communicator.Barrier()
+    elif WHAT == "main" and victim:
+        boom()
+    elif WHAT == "thread" and victim:
+        world.start("engine", boom)
+    elif WHAT == "foreign-thread" and victim:
+        threading.Thread(target=boom, name="stranger").start()
+    elif WHAT == "sys-exit" and victim:
+        sys.exit(3)
+    elif WHAT == "thread-sys-exit" and victim:
+        world.start("engine", lambda: sys.exit(3))
+    elif WHAT == "os-exit" and victim:
+        os._exit(3)
+    elif WHAT == "os-exit-0" and victim:
+        os._exit(0)
+    elif WHAT == "stuck-main" and victim:
+        world.start("engine", boom)
+        time.sleep(60)
+    elif WHAT == "check" and victim:
+        world.add_check(boom)
+    elif WHAT == "idle":
+        before = cpu_seconds()
+        world.start("clock", lambda: (time.sleep(5), done.set()))
+        world.serve(done)
+        say(rank=world.rank, cpu=cpu_seconds() - before)
+    elif WHAT == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=victim)
+        say(rank=world.rank, child=child.pid)
+    elif WHAT in ("stop-all", "stop-head"):
+        say(rank=world.rank, pid=os.getpid())
+        world.start("waiter", lambda: (world.stop_requested.wait(), say(rank=world.rank, stopped=True)))
+        if world.rank == 0 or WHAT == "stop-all":
+            world.start("stopper", lambda: (world.stop_requested.wait(), time.sleep(0.3), done.set()))
+        else:
+            done.set()
+        world.serve(done)
+        world.finalize(EXIT_REQUEUE)
+        return EXIT_REQUEUE
+    elif WHAT == "clean":
+        shared = world.share({"list": [1, 2], "from": world.rank} if world.rank == 0 else None)
+        world.start("worker", lambda: (time.sleep(0.1 if victim else 1.0), done.set()))
+        world.serve(done)
+        say(rank=world.rank, shared=shared, hosts=world.num_hosts)
+        world.finalize()
+        return 0
+    elif WHAT == "killed-survivor-fails":
+        world.start("watcher", lambda: fail_after_peer(world))
+    say(rank=world.rank, pid=os.getpid())
+    world.serve(done)
+    return 0
+
+
+def fail_after_peer(world: World) -> None:
+    """Rank 0 raises the moment rank 1 dies, as a collective over a broken connection does."""
+    pid = int((RUN / "victim").read_text()) if world.rank == 0 and wait_for(RUN / "victim") else 0
+    while world.rank == 0 and Path(f"/proc/{pid}/task").exists():
+        time.sleep(0.0005)
+    if world.rank == 0:
+        raise ConnectionError("peer closed the connection")
+
+
+def wait_for(path: Path) -> bool:
+    while not path.exists():
+        time.sleep(0.01)
+    return True
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3 and sys.argv[3] == "bare":
+        sys.exit(rank_program(Reports()))
+    supervise(rank_program, environment.read(os.environ).rank)
