@@ -17,6 +17,9 @@ from pekoe.pipeline.messages import Assign, Cancel, Finished, Flush, Post, Publi
 
 logger = logging.getLogger(__name__)
 
+FAILURES = ("error", "timeout")
+"""Reasons of rejection that say that something is broken; the others are decisions of the workflow."""
+
 
 class AdmissionOrder(Protocol):
     """The cursor as the dispatcher uses it (`data/cursor.py`)."""
@@ -189,11 +192,9 @@ class Dispatcher:
         self.admission.reject()
         self.table.remove(group.number)
         self.counts[f"rejected_{message.reason}"] += 1
-        if message.reason == "none":
-            self._lose(group, "filtered", "the workflow returned None")
-            return
-        if message.reason == "too_long":
-            self._lose(group, "skipped", message.detail or message.reason)
+        if message.reason not in FAILURES:
+            how = "skipped" if message.reason == "too_long" else "filtered"
+            self._lose(group, how, message.detail or message.reason)
             return
         self.consecutive_failures += 1
         if self.consecutive_failures >= self.config.rollout.max_consecutive_failures:

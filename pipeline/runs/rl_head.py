@@ -47,7 +47,7 @@ def lead(
         go_back(context, cursor, dispatcher, ledger, store, metrics)
     progress = Progress(config.stats_logger.progress)
     validation = validation_data(config)
-    account = Account(ledger, store, checkpoints, dispatcher)
+    account = Account(ledger, store, checkpoints, dispatcher, config.rollout.keep_shards)
 
     controller = Controller(
         config,
@@ -91,8 +91,11 @@ def lead(
 class Account:
     """Keeps the ledger, and collects shards when a checkpoint covers what they held."""
 
-    def __init__(self, ledger: Ledger, store: Store, checkpoints: Checkpoints, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, ledger: Ledger, store: Store, checkpoints: Checkpoints, dispatcher: Dispatcher, keep_shards: bool
+    ) -> None:
         self._ledger, self._store, self._checkpoints, self._dispatcher = ledger, store, checkpoints, dispatcher
+        self._keep_shards = keep_shards
         self._consumed_from: set[str] = set()
 
     def record_step(self, version: int, rows: StepRows, losses: Losses) -> None:
@@ -110,6 +113,8 @@ class Account:
         """Complete or nothing; then the shards that nobody needs any more are deleted."""
         self._checkpoints.commit(version)
         self._checkpoints.prune()
+        if self._keep_shards:
+            return
         spent = {shard for shard in self._consumed_from if not self._dispatcher.table.in_shard(shard)}
         self._store.collect(sorted(spent))
         self._consumed_from -= spent

@@ -1,0 +1,22 @@
+"""A dataset that raises in the head's controller thread, after the world has formed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from pekoe.pipeline.records import Example
+
+
+class HeadOnly:
+    """Thirty equal examples, except in the thread that decides."""
+
+    def __init__(self, config: Any) -> None:
+        if threading.current_thread().name == "controller":
+            raise RuntimeError("the head cannot use this data")
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(index, f"equal/{index}", ({"role": "user", "content": "1+1="},), {"answer": "2"})

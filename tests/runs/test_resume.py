@@ -1,0 +1,73 @@
+"""SIGTERM at any step, resume: the same groups, the same number of steps, nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from run_command import base_overrides, run
+from test_death import heartbeats, start, wait_for_step
+
+STEPS = 30
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("allocation", ["hf:d1+fsdp:d1", "hf:d1|fsdp:d1"])
+def test_stopped_runs_go_on_where_they_were(allocation: str, tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    overrides = {
+        **base_overrides(tmp_path, tiny_model, sums, "stopped"), "allocation": allocation,
+        "total_train_epochs": 3, "total_train_steps": STEPS,
+    }  # fmt: skip
+    run_path = tmp_path / "test" / "stopped"
+    process = start(tmp_path, overrides)
+    wait_for_step(run_path, 4, process)
+    os.kill(int(heartbeats(run_path)[0]["pid"]), signal.SIGTERM)
+    assert process.wait(timeout=60) == 75, (tmp_path / "output.txt").read_text()[-3000:]
+    first = [int(json.loads(path.read_text())["step"]) for path in (run_path / "ledger").glob("step-*.json")]
+    assert 4 <= max(first) < STEPS
+    outcome = run(tmp_path, overrides, resume=True)
+    assert outcome.code == 0, outcome.text
+    assert [line["step"] for line in outcome.steps] == list(range(1, STEPS + 1))
+    assert {line["attempt"] for line in outcome.steps} == {0, 1}
+    consumed = [group for step in outcome.consumed() for group in step]
+    per_epoch = [sorted(group & ((1 << 40) - 1) for group in consumed if group >> 40 == epoch) for epoch in range(3)]
+    assert per_epoch == [list(range(40))] * 3
+
+
+@pytest.mark.timeout(400)
+def test_a_run_killed_after_a_checkpoint_forgets_the_abandoned_future(
+    tmp_path: Path, tiny_model: Path, sums: Path
+) -> None:
+    overrides = {
+        **base_overrides(tmp_path, tiny_model, sums, "killed"), "total_train_epochs": 3, "total_train_steps": STEPS,
+        "recover.freq_steps": 3,
+    }  # fmt: skip
+    run_path = tmp_path / "test" / "killed"
+    process = start(tmp_path, overrides)
+    wait_for_step(run_path, 5, process)
+    os.kill(int(heartbeats(run_path)[1]["pid"]), signal.SIGKILL)
+    assert process.wait(timeout=60) not in (0, 75)
+    outcome = run(tmp_path, overrides, resume=True)
+    assert outcome.code == 0, outcome.text
+    assert [line["step"] for line in outcome.steps] == list(range(1, STEPS + 1))
+    consumed = [group for step in outcome.consumed() for group in step]
+    assert len(consumed) == len(set(consumed)) == 4 * STEPS
+
+
+@pytest.mark.timeout(300)
+def test_resume_with_only_damaged_checkpoints_is_an_error(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    overrides = {**base_overrides(tmp_path, tiny_model, sums, "damaged"), "total_train_steps": 2}
+    outcome = run(tmp_path, overrides)
+    assert outcome.code == 0, outcome.text
+    (marker,) = (outcome.run / "checkpoints").glob("step-*/COMPLETE.json")
+    marker.unlink()
+    again = run(tmp_path, overrides, resume=True)
+    assert again.code not in (0, 75)
+    assert "checkpoint" in again.text
