@@ -61,7 +61,7 @@ class _Import:
 
     def drop(self, name: str, value: Any, rule: Gone) -> None:
         lost = not (value is None or value in rule.neutral)
-        said = f"no place here: {rule.reason}" if lost else f"is off, as here: nothing is lost ({rule.reason})"
+        said = f"no place here: {rule.reason}" if lost else f"changes nothing here ({rule.reason})"
         self.gone.setdefault((name.partition(".")[0], said), []).append(name)
 
 

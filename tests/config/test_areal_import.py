@@ -211,7 +211,7 @@ def test_the_cap_era_maps_as_meant(tmp_path: Path) -> None:
     assert (config.evaluator.freq_steps, config.evaluator.at_start, config.recover.freq_steps) == (5, True, 20)
     text = "\n".join(notes)
     assert "sglang: not in this version; available: fsdp, hf" in text
-    assert "actor.kl_ctl: is off, as here" in text
+    assert "actor.kl_ctl: changes nothing here" in text
     assert "saver.freq_epochs: no place here: intervals are in training steps" in text
     assert "rollout.enable_rollout_tracing: no place here" in text
 
