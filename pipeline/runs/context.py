@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from pekoe.pipeline.config.check import context_limit
+from pekoe.pipeline.config.paths import model_context_limit
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.messages import Post
@@ -112,15 +114,11 @@ class RunContext:
         return set_phase
 
 
-def context_limit(config: RunConfig) -> int:
-    """Most tokens of prompt plus completion: the configured limit, the model's, and what a trainer can take."""
-    limits = [config.actor.mb_spec.max_tokens_per_mb]
-    if config.gconfig.max_tokens is not None:
-        limits.append(config.gconfig.max_tokens)
-    model_limit = model_facts(config.actor.path).get("max_position_embeddings")
-    if model_limit is not None:
-        limits.append(int(model_limit))
-    return min(limits)
+def sequence_limit(config: RunConfig) -> int:
+    """Most tokens of prompt plus completion: what the configuration and the model allow, and a trainer can take."""
+    budget = config.actor.mb_spec.max_tokens_per_mb
+    limit = context_limit(config, model_context_limit(config.actor.path))
+    return budget if limit is None else min(limit, budget)
 
 
 def model_facts(path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pekoe.pipeline.rollout.engine import InferenceEngine, SamplingParameters
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
-from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, context_limit
+from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, sequence_limit
 from pekoe.pipeline.runs.rl_trainer import transport_name
 from pekoe.pipeline.runs.start import training_data, validation_data
 from pekoe.pipeline.runs.transports import transport_setup
@@ -72,7 +72,7 @@ def build_engine(context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Inf
         dtype=config.rollout.dtype,
         device=context.torch_device,
         max_slots=config.rollout.max_slots,
-        context_limit=context_limit(config),
+        context_limit=sequence_limit(config),
         deterministic=config.rollout.deterministic,
     )
     return engine
@@ -90,7 +90,7 @@ def build_executor(
 
     def workflow(sampling: GenerationConfig) -> Workflow:
         built: Workflow = resolve(WORKFLOWS, config.workflow.name, "workflow.name")(
-            WorkflowContext(tokenizer, sampling_parameters(sampling), pool, context_limit(config)),
+            WorkflowContext(tokenizer, sampling_parameters(sampling), pool, sequence_limit(config)),
             **config.workflow.args,
         )
         return built
