@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
 from pekoe.pipeline.records import Int64, epoch_and_position, group_number
 
 HOW = ("consumed", "filtered", "skipped")

@@ -94,6 +94,11 @@ def has_ended(pid: int) -> bool:
 
 def reap_orphans(own: set[int]) -> None:
     """Waits for ended children other than `own` (those that were adopted): no zombies."""
+    try:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+    except ChildProcessError:
+        return
     me = os.getpid()
     for pid, entry in process_table().items():
         if entry.parent == me and entry.state == "Z" and pid not in own:

@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
+
 from pekoe.pipeline.reward.frames import (
     Answer,
     AnyFrame,

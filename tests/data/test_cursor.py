@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.data.cursor import Cursor, epoch_order
 from pekoe.pipeline.records import epoch_and_position, group_number
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import datasets
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.data.dataset import build, filter_by_length
 from pekoe.pipeline.data.reasoning_gym_dataset import task_seed
 from pekoe.pipeline.prompts import prompt_ids
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 ROWS = [
     {"question": "What is 1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 2"},

@@ -4,6 +4,7 @@ import threading
 from fractions import Fraction
 
 import pytest
+
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.data.dataset import build
 from pekoe.pipeline.reward.gsm8k_reward import gsm8k_reward, last_number

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pekoe.pipeline.config.rollout import RewardConfig
 from pekoe.pipeline.reward.pool import RewardError, RewardFailure, RewardPool, Score
 from pekoe.pipeline.reward.process_tree import process_table

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from pekoe.pipeline.messages import Assign, AssignEvaluation, Evaluated, Rejected
 from pekoe.pipeline.records import Example, Finish, Group, Trajectory, sampling_seed
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response, SamplingParameters

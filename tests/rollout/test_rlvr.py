@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from pekoe.pipeline.config.rollout import RewardConfig
 from pekoe.pipeline.records import Example, Finish, Trajectory
 from pekoe.pipeline.registry import WORKFLOWS, resolve
@@ -13,8 +16,6 @@ from pekoe.pipeline.reward.pool import RewardPool
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response, SamplingParameters
 from pekoe.pipeline.rollout.workflow import RejectEpisode, WorkflowContext
 from pekoe.pipeline.rollout.workflows.rlvr_workflow import RlvrWorkflow
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+
 from pekoe.pipeline.prompts import prompt_ids
 from pekoe.pipeline.records import Example, Finish, Trajectory
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response
