@@ -10,6 +10,7 @@ import threading
 import time
 
 import msgspec
+
 from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 

@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
+
 from pekoe.launch.error_record import ErrorRecord, record_path, write_record
+from pekoe.launch.rank_log import TERMINAL
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE, STOP_SIGNALS
 from pekoe.launch.supervisor import LAUNCH_DIRECTORY
 from pekoe.pipeline.files import read_json
@@ -69,11 +71,15 @@ def mpiexec_arguments(mpiexec: Path, num_ranks: int, program: Sequence[str], pyt
 def rank_environment(inherited: Mapping[str, str], world: LocalWorld, folder: Path) -> dict[str, str]:
     """The environment of mpiexec: the run's code snapshot comes before every install; nothing of another launcher stays."""
     kept = {
-        name: value for name, value in inherited.items() if not name.startswith(("PMI_", "PMIX_", "OMPI_", "HYDI_"))
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(("PMI_", "PMIX_", "OMPI_", "HYDI_", "MPI_LOCAL"))
     }
     if world.run.code.is_dir():
         old = inherited.get("PYTHONPATH")
         kept["PYTHONPATH"] = os.pathsep.join(part for part in (str(world.run.code.resolve()), old) if part)
+    if sys.stdout.isatty():
+        kept[TERMINAL] = os.ttyname(sys.stdout.fileno())
     return {**kept, **world.variables, LAUNCH_DIRECTORY: str(folder)}
 
 

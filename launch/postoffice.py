@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import msgspec.msgpack
 from mpi4py import MPI
+
 from pekoe.pipeline.messages import Inbox, Message
 
 MAX_MESSAGE_BYTES = 1 << 20

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import msgspec
+
 from pekoe.launch.heartbeat_files import HeartbeatFiles
 from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory

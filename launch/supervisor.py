@@ -203,8 +203,8 @@ def _watch(watched: _Watched, read_end: int) -> int:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
-    for number in (*FORWARDED, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)
+    for heard in (*FORWARDED, signal.SIGCHLD):
+        signal.signal(heard, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     while True:

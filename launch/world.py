@@ -18,23 +18,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+
 from pekoe.launch import environment
 from pekoe.launch.environment import Facts
 from pekoe.launch.pulse import Pulse
 from pekoe.launch.rank_state import RankState, flush_streams, means_success
 from pekoe.launch.rendezvous import LOOPBACK, own_address
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, StopSignals
-from pekoe.pipeline.messages import Farewell, Leaving, SignalReceived
+from pekoe.pipeline.messages import Farewell, Leaving, Post, SignalReceived
 from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
     from pekoe.launch.postoffice import PostOffice
 
 SHARE_BYTES = 1 << 20
@@ -73,7 +74,10 @@ class World:
         self.facts = facts
         self.hosts = hosts
         """Host of each rank."""
-        self.post = post
+        self.post: Post = post
+        self.address = LOOPBACK if len(set(hosts)) == 1 else own_address()
+        """Under which the other ranks reach this one: loopback when all are on one host."""
+        self.attempt = state.attempt
         self.state = state
         self.settings = settings
         self.stop_requested = signals.requested
@@ -81,6 +85,7 @@ class World:
         self.gauges: Callable[[], dict[str, float]] | None = None
         """Called for each heartbeat, from the main thread."""
         self.version = 0
+        self._office = post
         self._communicator = communicator
         self._signals = signals
         self._checks: list[Callable[[], None]] = []
@@ -126,8 +131,9 @@ class World:
             signals.install()
         signals.claim()
         hosts = tuple(communicator.allgather(facts.host))
+        facts = _with_neighbours(facts, hosts)
         world = cls(communicator, PostOffice(communicator), hosts, facts, state, signals, settings)
-        state.on_failure = world.post.wake.set
+        state.on_failure = world._office.wake.set
         state.end_process = world._abort_mpi
         signals.on_first(world._start_deadman)
         atexit.register(world._at_exit)
@@ -139,17 +145,9 @@ class World:
     def num_hosts(self) -> int:
         return len(set(self.hosts))
 
-    @cached_property
-    def address(self) -> str:
-        """Under which the other ranks reach this one: loopback when all are on one host. ValueError where nothing else is."""
-        return LOOPBACK if self.num_hosts == 1 else own_address()
-
-    @property
-    def attempt(self) -> int:
-        return self.state.attempt
-
     def begin_attempt(self, run: RunDirectory, attempt: int, log: str = "") -> None:
         """Heartbeats and the error record go to this run directory from now on."""
+        self.attempt = attempt
         self.state.set_run(run, attempt, log)
         self._pulse.open_files(run, attempt)
 
@@ -218,7 +216,7 @@ class World:
                 raise TimeoutError(
                     f"ranks {missing} did not leave within {self.settings.setup_seconds} s: {self._pulse.phases(missing)}"
                 )
-        self.post.drain(self.settings.abort_seconds)
+        self._office.drain(self.settings.abort_seconds)
         self._pulse.close()
         self.set_phase("ended")
         self.state.reports.ended(code)
@@ -250,7 +248,7 @@ class World:
     def _turn(self) -> None:
         if self.state.failed.is_set():
             self._abort_mpi()
-        moved = self.post.pump()
+        moved = self._office.pump()
         now = time.monotonic()
         if now >= self._next_duty:
             self._next_duty = now + DUTY_SECONDS
@@ -259,7 +257,7 @@ class World:
             self._pause = 0.0
             return
         self._pause = min(max(self._pause * 2, SHORTEST_PAUSE), LONGEST_PAUSE)
-        self.post.wake.wait(self._pause)
+        self._office.wake.wait(self._pause)
 
     def _do_duties(self, now: float) -> None:
         number = self._signals.first
@@ -322,6 +320,14 @@ class World:
                 "fork after MPI_Init: the child shares registered memory; start processes before World.join, by forkserver or exec",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
+
+
+def _with_neighbours(facts: Facts, hosts: tuple[str, ...]) -> Facts:
+    """Counts the ranks of this host where the environment does not say how many there are."""
+    if facts.local_size is not None:
+        return facts
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[facts.rank]]
+    return replace(facts, local_rank=here.index(facts.rank), local_size=len(here))
 
 
 def _start_mpi() -> MPI.Intracomm:

@@ -1,0 +1,123 @@
+"""Begins an attempt of a run: makes or finds the run directory, counts the attempt in `run.json`, freezes config and code."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION
+from pekoe.pipeline import files
+from pekoe.pipeline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pekoe.pipeline.config.run import RunConfig
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+"""Where `pipeline/` and `launch/` lie: what the snapshot copies."""
+FIXED_KEYS = (
+    "experiment_name", "trial_name", "cluster.fileroot", "task", "seed", "train_dataset", "actor.path", "tokenizer_path",
+    "gconfig.n_samples", "workflow", "reward.name",
+)  # fmt: skip
+"""What a resumed run must not change: shards, ledger and checkpoints of earlier attempts were made under it."""
+
+
+class RunDirectoryError(ValueError):
+    """The run directory cannot be used as asked; the text says the next step."""
+
+    exit_code = EXIT_CONFIGURATION
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run."""
+
+    run: RunDirectory
+    number: int
+
+
+def run_directory(config: RunConfig) -> RunDirectory:
+    """fileroot / experiment_name / trial_name."""
+    return RunDirectory(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
+
+
+def begin_fresh(config: RunConfig, launcher: str, overrides: Sequence[str] = ()) -> Attempt:
+    """The first attempt of a run. RunDirectoryError if the directory holds one that got somewhere."""
+    run = run_directory(config)
+    remains = _remains(run)
+    if remains:
+        raise RunDirectoryError(
+            f"{run.path} holds a run already ({remains}). Continue it with `pekoe run --resume {run.path}`, "
+            "or give another trial_name=…, or remove the folder"
+        )
+    if run.code.exists():
+        shutil.rmtree(run.code)
+    return _begin(run, config, launcher, overrides)
+
+
+def begin_resumed(run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str] = ()) -> Attempt:
+    """The next attempt of a run, with the code of the first."""
+    check_resumable(run)
+    check_overrides(overrides)
+    return _begin(run, config, launcher, overrides)
+
+
+def check_resumable(run: RunDirectory) -> None:
+    """RunDirectoryError unless this is the directory of a run that has begun."""
+    missing = [path.name for path in (run.run_json, run.config) if not path.exists()]
+    if missing:
+        raise RunDirectoryError(
+            f"{run.path} cannot be resumed: {' and '.join(missing)} missing; give the run directory that `pekoe run CONFIG` made"
+        )
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """RunDirectoryError for a key that a resumed run must keep."""
+    names = [override.partition("=")[0] for override in overrides]
+    fixed = [name for name in names if any(name == key or name.startswith(key + ".") for key in FIXED_KEYS)]
+    if fixed:
+        raise RunDirectoryError(
+            f"{', '.join(fixed)}: cannot change when a run is resumed, since its data was made under the old value; "
+            f"keep {'it' if len(fixed) == 1 else 'them'}, or start a new run with another trial_name"
+        )
+
+
+def _begin(run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str]) -> Attempt:
+    from pekoe.pipeline.config.snapshot import snapshot_code, write_run_config
+
+    run.create()
+    record: dict[str, Any] = {"id": uuid.uuid4().hex, "began": time.time(), "attempts": []}
+    if run.run_json.exists():
+        record = files.read_json(run.run_json)
+    number = len(record["attempts"])
+    record["attempts"].append(
+        {
+            "number": number,
+            "began": time.time(),
+            "host": socket.gethostname(),
+            "launcher": launcher,
+            "overrides": list(overrides),
+        }
+    )
+    if number > 0 and run.config.exists():
+        shutil.copyfile(run.config, run.path / f"config-before-{number}.yaml")
+    write_run_config(run, config)
+    snapshot_code(run, PACKAGE_ROOT)
+    files.write_json(run.run_json, record)
+    return Attempt(run, number)
+
+
+def _remains(run: RunDirectory) -> str:
+    """What is there of a run that got somewhere, in words; empty if nothing."""
+    folders = (
+        ("checkpoints", run.checkpoints),
+        ("metrics", run.metrics),
+        ("shards", run.shards),
+        ("ledger", run.ledger),
+    )
+    return ", ".join(name for name, folder in folders if folder.is_dir() and any(folder.iterdir()))

@@ -1,0 +1,224 @@
+"""The `pekoe` command. Imports nothing heavy: each subcommand loads what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pekoe.launch import environment
+from pekoe.launch.attempts import (
+    Attempt,
+    RunDirectoryError,
+    begin_fresh,
+    begin_resumed,
+    check_overrides,
+    check_resumable,
+)
+from pekoe.launch.environment import Facts
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory import inspect_shards
+
+if TYPE_CHECKING:
+    from pekoe.launch.placement import Placement
+    from pekoe.pipeline.config.run import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; the exit code: 0 done, 75 stopped by a signal (resume it), 78 wrong configuration, 1 failure."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("PEKOE_TRACEBACK"):
+            raise
+        print(f"pekoe: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pekoe", description="Asynchronous reinforcement learning of language models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="start a run, or continue one with --resume")
+    run.add_argument("config", nargs="?", help="YAML file (not with --resume)")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    run.add_argument("--resume", type=Path, metavar="RUN", help="run directory to continue")
+    run.set_defaults(command=_run)
+
+    config = commands.add_parser("config", help="show, check or import a configuration").add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    for name, command, meaning in (
+        ("show", _config_show, "print the resolved tree with each key's meaning"),
+        ("check", _config_check, "check every value, start nothing"),
+    ):
+        one = config.add_parser(name, help=meaning)
+        one.add_argument("config")
+        one.add_argument("overrides", nargs="*", metavar="key=value")
+        one.set_defaults(command=command)
+    areal = config.add_parser("import", help="turn an AReaL YAML into ours; notes go to standard error")
+    areal.add_argument("file")
+    areal.set_defaults(command=_config_import)
+
+    status = commands.add_parser("status", help="what each rank of a run is doing")
+    status.add_argument("run", type=Path)
+    status.set_defaults(command=_status)
+
+    shards = commands.add_parser("shards", help="list, show or verify trajectories")
+    inspect_shards.add_arguments(shards)
+    shards.set_defaults(command=inspect_shards.main)
+
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
+    export.add_argument("run", type=Path)
+    export.add_argument("out", type=Path)
+    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    export.set_defaults(command=_export)
+
+    report = commands.add_parser("report", help="draw the curves of a run")
+    report.add_argument("run", type=Path)
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    overrides: list[str] = list(arguments.overrides)
+    resumed: RunDirectory | None = None
+    if arguments.resume is not None:
+        if arguments.config is not None:
+            overrides.insert(0, arguments.config)
+        resumed = RunDirectory(arguments.resume.absolute())
+        check_resumable(resumed)
+        check_overrides(overrides)
+    elif arguments.config is None:
+        raise ValueError("run: neither a configuration nor --resume RUN was given")
+    source = str(resumed.config) if resumed else arguments.config
+    facts = environment.read(os.environ)
+    if facts.in_world and facts.size > 1:
+        _join(source, overrides, resumed, facts)
+    config, placement = load_checked(source, overrides, quiet=False)
+    if _should_join(config, placement, facts):
+        _join(source, overrides, resumed, facts)
+    return _launch(config, placement, begin(config, resumed, "mpiexec", overrides))
+
+
+def load_checked(source: str, overrides: Sequence[str], quiet: bool = True) -> tuple[RunConfig, Placement]:
+    """Configuration and placement of a run, every value checked, paths absolute. ValueError lists what is wrong."""
+    from pekoe.launch.allocation import check_engines, check_has_rollout, place
+    from pekoe.pipeline.config.check import check
+    from pekoe.pipeline.config.load import load
+    from pekoe.pipeline.config.paths import resolve_paths
+
+    config = load(source, overrides)
+    placement = place(config)
+    warnings = check(config, placement)
+    check_engines(placement)
+    check_has_rollout(placement)
+    if not quiet:
+        for warning in warnings:
+            print(f"pekoe: warning: {warning}", file=sys.stderr)
+    return resolve_paths(config), placement
+
+
+def begin(config: RunConfig, resumed: RunDirectory | None, launcher: str, overrides: Sequence[str]) -> Attempt:
+    """Fresh, or the next attempt of `resumed`."""
+    if resumed is None:
+        return begin_fresh(config, launcher, overrides)
+    return begin_resumed(resumed, config, launcher, overrides)
+
+
+def _should_join(config: RunConfig, placement: Placement, facts: Facts) -> bool:
+    """Is this process a rank already? Alone inside a step it counts as one only if the run needs just one."""
+    launcher = config.cluster.launcher
+    if launcher == "srun" and not facts.in_world:
+        raise RunDirectoryError(
+            "cluster.launcher: 'srun' but no srun step started this process; start it by srun pekoe run …"
+        )
+    return launcher in ("srun", "none") or (launcher == "auto" and facts.in_world and placement.world_size == 1)
+
+
+def _join(source: str, overrides: Sequence[str], resumed: RunDirectory | None, facts: Facts) -> None:
+    """Becomes a rank of the world that this process was started in; does not return."""
+    from pekoe.launch.rank import Origin, run_rank
+
+    def load() -> RunConfig:
+        return load_checked(source, overrides, quiet=facts.rank != 0)[0]
+
+    run_rank(Origin(load, None, lambda config: begin(config, resumed, facts.launcher, overrides)))
+
+
+def _launch(config: RunConfig, placement: Placement, attempt: Attempt) -> int:
+    from pekoe.launch.local import LocalWorld, run_local_world
+
+    run = attempt.run
+    print(f"pekoe: run directory {run.path}, attempt {attempt.number}, {placement}", flush=True)
+    program = ("-m", "pekoe.launch.rank", str(run.path), str(attempt.number))
+    code = run_local_world(LocalWorld(run, attempt.number, placement.world_size, program))
+    if code == EXIT_REQUEUE:
+        print(f"pekoe: stopped by a signal; continue with `pekoe run --resume {run.path}`", file=sys.stderr)
+    elif code == EXIT_FAILURE:
+        print(f"pekoe: logs are in {run.logs(attempt.number)}", file=sys.stderr)
+    return code
+
+
+def _config_show(arguments: argparse.Namespace) -> int:
+    from pekoe.pipeline.config.load import load
+    from pekoe.pipeline.config.show import show
+
+    print(show(load(arguments.config, arguments.overrides)), end="")
+    return 0
+
+
+def _config_check(arguments: argparse.Namespace) -> int:
+    _, placement = load_checked(arguments.config, arguments.overrides, quiet=False)
+    print(f"ok: {placement.world_size} ranks, {placement}")
+    return 0
+
+
+def _config_import(arguments: argparse.Namespace) -> int:
+    from pekoe.pipeline.config.areal_import import import_areal
+
+    text, notes = import_areal(arguments.file)
+    print(text, end="")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from pekoe.pipeline.observe.status import status
+
+    print(status(arguments.run))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from pekoe.launch.allocation import place
+    from pekoe.pipeline.config.load import load
+    from pekoe.pipeline.runs.export import export
+
+    run = RunDirectory(arguments.run)
+    check_resumable(run)
+    config = load(run.config)
+    print(export(run, config, place(config).actor.engine, arguments.out, arguments.step))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pekoe.pipeline.observe.report import report
+
+    print(report(RunDirectory(arguments.run)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""One rank, from its first line to its exit code: `python -m pekoe.launch.rank RUN ATTEMPT`, or joined by `pekoe run`.
+
+    supervise ─► signals, last words ─► environment ─► config, roles ─► log ─► reward pool ─► MPI ─► the run's wiring ─► finalize
+
+Processes (reward pool) start before MPI does; torch is imported by the wiring.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pekoe.launch import environment, rank_environment
+from pekoe.launch.attempts import Attempt, RunDirectoryError
+from pekoe.launch.environment import Facts
+from pekoe.launch.rank_state import RankState
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
+from pekoe.launch.supervisor import Reports, supervise
+from pekoe.pipeline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pekoe.launch.placement import Placement
+    from pekoe.launch.world import World, WorldSettings
+    from pekoe.pipeline.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a rank gets its run from."""
+
+    load: Callable[[], RunConfig]
+    """The checked configuration; ValueError with the text for people."""
+    attempt: Attempt | None
+    """Known when a launcher has begun it; else the head begins it when the world is formed."""
+    begin: Callable[[RunConfig], Attempt] | None = None
+    """Called by the head of a joined world."""
+
+
+def run_rank(origin: Origin) -> NoReturn:
+    """Becomes one rank of the world that this process was started in; exits the process."""
+    facts = environment.read(os.environ)
+    supervise(lambda reports: _live(reports, facts, origin), facts.rank)
+
+
+def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
+    signals = StopSignals()
+    signals.install()
+    state = RankState(facts.rank, facts.host, reports)
+    state.catch_everything()
+    rank_environment.raise_open_files()
+    try:
+        config = origin.load()
+    except ValueError as error:
+        if facts.rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        reports.ended(EXIT_CONFIGURATION)
+        return EXIT_CONFIGURATION
+    from pekoe.launch.allocation import place
+
+    placement = place(config)
+    in_world = facts.rank < placement.world_size
+    roles = placement.roles_of(facts.rank) if in_world else ()
+    state.set_role("+".join(roles))
+    _set_environment(config, facts, placement)
+    if origin.attempt is not None:
+        _enter_attempt(state, origin.attempt)
+    from pekoe.launch.world import World
+    from pekoe.pipeline.runs import rl
+
+    state.set_phase("preparing")
+    prepared = rl.prepare(config, roles) if in_world else None
+    settings = world_settings(config)
+    with World.join(placement.world_size, settings, facts=facts, state=state, signals=signals) as world:
+        try:
+            attempt = origin.attempt or _begin_together(world, config, origin)
+        except RunDirectoryError as error:
+            if world.rank == 0:
+                print(error, file=sys.stderr, flush=True)
+            world.finalize(EXIT_CONFIGURATION)
+            return EXIT_CONFIGURATION
+        if origin.attempt is None:
+            _enter_attempt(state, attempt)
+        world.begin_attempt(attempt.run, attempt.number, state.log)
+        for note in facts.notes:
+            logger.info(note)
+        assert prepared is not None
+        code = int(rl.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
+        world.finalize(code)
+    return code
+
+
+def world_settings(config: RunConfig) -> WorldSettings:
+    """The times of the `cluster` section."""
+    from pekoe.launch.world import WorldSettings
+
+    cluster = config.cluster
+    return WorldSettings(
+        heartbeat_seconds=cluster.heartbeat_seconds,
+        silence_seconds=cluster.silence_seconds,
+        abort_seconds=cluster.abort_seconds,
+        grace_seconds=cluster.grace_seconds,
+        setup_seconds=cluster.setup_seconds,
+    )
+
+
+def _set_environment(config: RunConfig, facts: Facts, placement: Placement) -> None:
+    cache = rank_environment.node_local_cache(os.environ, facts)
+    variables = rank_environment.rank_variables(os.environ, facts, config.cluster.threads_per_rank, cache)
+    own = rank_environment.trainer_variables(
+        facts.rank, placement.trainer_ranks, placement.rollout_ranks, facts.local_rank
+    )
+    rank_environment.apply(os.environ, {**variables, **own})
+
+
+def _enter_attempt(state: RankState, attempt: Attempt) -> None:
+    """Log, error record and a first heartbeat from now on."""
+    from pekoe.launch.heartbeat_files import write_heartbeat
+    from pekoe.launch.rank_log import open_log
+    from pekoe.pipeline.messages import Heartbeat
+
+    log = attempt.run.logs(attempt.number) / f"rank-{state.rank}.log"
+    state.set_run(attempt.run, attempt.number, str(log.relative_to(attempt.run.path)))
+    open_log(log, state.rank, is_head=state.rank == 0)
+    write_heartbeat(
+        attempt.run,
+        attempt.number,
+        Heartbeat(state.rank, state.role, state.host, os.getpid(), 0, "starting", 0.0, -1),
+    )
+
+
+def _begin_together(world: World, config: RunConfig, origin: Origin) -> Attempt:
+    """The head begins the attempt, all others wait for its word. RunDirectoryError on all ranks where it is refused."""
+    assert origin.begin is not None
+    answer: dict[str, object] | None = None
+    if world.rank == 0:
+        try:
+            attempt = origin.begin(config)
+            answer = {"run": str(attempt.run.path), "number": attempt.number}
+        except RunDirectoryError as error:
+            answer = {"error": str(error)}
+    answer = world.share(answer)
+    assert answer is not None
+    if "error" in answer:
+        raise RunDirectoryError(str(answer["error"]))
+    return Attempt(RunDirectory(Path(str(answer["run"]))), int(str(answer["number"])))
+
+
+def _device_index(config: RunConfig, world: World) -> int:
+    """Position of this rank's device among those that it sees; 0 where devices are shared (cpu)."""
+    from pekoe.pipeline.devices.device import choose
+
+    device = choose(config.cluster.device)
+    if not device.visible_devices_variable:
+        return 0
+    return environment.pick_device(world.facts, device.visible_devices_variable, device.count()).ordinal
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """`RUN ATTEMPT`, as the local launcher gives them."""
+    attempt = Attempt(RunDirectory(Path(arguments[0])), int(arguments[1]))
+
+    def load() -> RunConfig:
+        from pekoe.pipeline.config.load import load
+
+        return load(attempt.run.config)
+
+    run_rank(Origin(load, attempt))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
