@@ -132,20 +132,21 @@ class Meeting:
         try:
             return not keys or bool(self.store.check(keys))
         except DistError as error:
-            raise TransferError(f"the sender of epoch {self.token[:8]} is gone: {_first_line(error)}") from error
+            raise TransferError(f"the sender of epoch {self.token[:8]} is gone: {first_line(error)}") from error
 
     def _get(self, key: str) -> str:
         try:
             return bytes(self.store.get(key)).decode()
         except DistError as error:
-            raise TransferError(f"the sender of epoch {self.token[:8]} is gone: {_first_line(error)}") from error
+            raise TransferError(f"the sender of epoch {self.token[:8]} is gone: {first_line(error)}") from error
 
     def _set(self, key: str, value: str) -> None:
         try:
             self.store.set(key, value)
         except DistError as error:
-            raise TransferError(f"the sender of epoch {self.token[:8]} is gone: {_first_line(error)}") from error
+            raise TransferError(f"the sender of epoch {self.token[:8]} is gone: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Without the native stack that torch appends."""
     return str(error).partition("\n")[0]

@@ -5,6 +5,7 @@ The group is independent of torch's default group, which rollout ranks do not ha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from pekoe.pipeline.devices.device import for_backend
-from pekoe.pipeline.weights.meeting import LOOK_SECONDS, Meeting
+from pekoe.pipeline.weights.meeting import LOOK_SECONDS, Meeting, first_line
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Work
 
@@ -70,14 +71,16 @@ def disagreement(settings: Mapping[int, Mapping[str, Any]]) -> str:
 class Transfer:
     """One broadcast on its way."""
 
-    def __init__(self, work: Work, meeting: Meeting, what: str) -> None:
+    def __init__(self, work: Work, meeting: Meeting, what: str, on_host: bool) -> None:
+        """`on_host`: the back-end moves bytes by host threads, so that waiting in slices is free (others are polled:
+        their wait only orders streams, or ends the group at its limit)."""
         self._work = work
         self._meeting = meeting
         self._what = what
+        self._on_host = on_host
 
     def wait(self) -> None:
-        """Returns when the buffer is sent or filled; raises TransferError at the limit, or as soon as a failure is
-        known."""
+        """Returns when the buffer is sent or filled; raises TransferError at the limit, or once a failure is known."""
         began = time.monotonic()
         next_look = began + LOOK_SECONDS
         limit = self._meeting.timeout_seconds
@@ -88,12 +91,20 @@ class Transfer:
             if now > next_look:
                 self._meeting.look()
                 next_look = now + LOOK_SECONDS
-            time.sleep(min(0.02, max(0.00005, (now - began) / 16)))
+            self._wait_a_little(now - began)
         try:
             self._work.wait()
         except RuntimeError as error:
             self._meeting.look()
-            raise TransferError(f"{self._what}: {str(error).partition(chr(10))[0]}") from error
+            raise TransferError(f"{self._what}: {first_line(error)}") from error
+
+    def _wait_a_little(self, waited_seconds: float) -> None:
+        if not self._on_host:
+            time.sleep(min(0.02, max(0.00005, waited_seconds / 16)))
+            return
+        # a slice that ends early says so by an exception; a failure of the work is raised again after the loop
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(timedelta(seconds=LOOK_SECONDS))
 
 
 class TransferGroup:
@@ -103,6 +114,7 @@ class TransferGroup:
         """Blocks until all members are there; raises TransferError when they are not in time."""
         self._meeting = meeting
         self._pending: Work | None = None
+        self._on_host = setup.backend == "gloo"
         limit = timedelta(seconds=setup.bucket_seconds)
         store = PrefixStore("group", meeting.store)
         index = members.index(setup.rank)
@@ -110,8 +122,9 @@ class TransferGroup:
             self._group: Any = for_backend(setup.backend).process_group(store, index, len(members), limit, setup.host)
         except RuntimeError as error:
             meeting.look()
-            text = str(error).partition("\n")[0]
-            raise TransferError(f"weights: the group of ranks {list(members)} was not formed: {text}") from error
+            raise TransferError(
+                f"weights: the group of ranks {list(members)} was not formed: {first_line(error)}"
+            ) from error
 
     def broadcast(self, buffer: torch.Tensor, what: str) -> Transfer:
         """Starts a broadcast of `buffer` from the sender; `what` names it in errors."""
@@ -123,9 +136,9 @@ class TransferGroup:
             work = self._group.broadcast([buffer], options)
         except RuntimeError as error:
             self._meeting.look()
-            raise TransferError(f"{what}: {str(error).partition(chr(10))[0]}") from error
+            raise TransferError(f"{what}: {first_line(error)}") from error
         self._pending = work
-        return Transfer(work, self._meeting, what)
+        return Transfer(work, self._meeting, what, self._on_host)
 
     def retire(self) -> None:
         """Lets the group go. One with an operation still under way is held by a thread of its own until the back-end's
