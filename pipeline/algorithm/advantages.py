@@ -7,8 +7,9 @@ Masked tokens are skipped: they neither discount nor decay, and their values are
 from __future__ import annotations
 
 import torch
-from pekoe.pipeline.algorithm.segments import segment_sum, sequence_index
 from torch import Tensor
+
+from pekoe.pipeline.algorithm.segments import segment_sum, sequence_index
 
 
 def place_outcomes(outcomes: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

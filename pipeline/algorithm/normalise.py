@@ -12,10 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from pekoe.pipeline.algorithm.segments import segment_sum, sequence_index
 from pekoe.pipeline.config.actor import NormConfig
 from pekoe.pipeline.records import Float64
-from torch import Tensor
 
 STD_FLOOR = 1e-6
 """Relative to the largest |x|: rewards that differ by less differ by float32 rounding only."""

@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+
 from pekoe.pipeline.algorithm.kl import kl_estimate
 from pekoe.pipeline.algorithm.ratios import loglinear_logprobs, policy_ratio
 from pekoe.pipeline.algorithm.rejection import behaviour_weights, check_rejection
 from pekoe.pipeline.algorithm.segments import segment_mean, segment_sum, sequence_index
 from pekoe.pipeline.config.actor import ActorConfig
-from torch import Tensor
 
 Batch = Mapping[str, Tensor]
 

@@ -4,9 +4,10 @@ policy."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from pekoe.pipeline.algorithm.kl import log_ratio, safe_exp
 from pekoe.pipeline.algorithm.segments import segment_mean
-from torch import Tensor
 
 
 def policy_ratio(

@@ -4,10 +4,11 @@ bounds."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from pekoe.pipeline.algorithm.kl import kl_estimate, log_ratio, safe_exp
 from pekoe.pipeline.algorithm.segments import segment_max, segment_mean, segment_sum
 from pekoe.pipeline.config.actor import RejectionConfig
-from torch import Tensor
 
 PROBABILITY_FLOOR = 1e-8
 

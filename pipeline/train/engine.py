@@ -18,7 +18,8 @@ Tensors = Mapping[str, "torch.Tensor"]
 class TokenLogprobs(Protocol):
     """Log-probs and entropies [M] of packed tokens from logits: holds the one shift between positions and tokens.
 
-    `logits_at(positions [K])` gives logits [K, V] at these positions of the buffer. Both results are 0 where `loss_mask` is 0.
+    `logits_at(positions [K])` gives logits [K, V] at these positions of the buffer. Both results are 0 where
+    `loss_mask` is 0, entropies everywhere unless asked for.
     """
 
     def __call__(
@@ -28,15 +29,17 @@ class TokenLogprobs(Protocol):
         cu_seqlens: torch.Tensor,
         loss_mask: torch.Tensor,
         temperature: float,
+        with_entropy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class LossFunction(Protocol):
     """A loss on packed, token-aligned tensors; knows no engine.
 
-    `batch` holds the PackedBatch's arrays and `extra` as tensors on the engine's device. Returns the micro-batch's share of the
-    global loss (already divided by the global denominator: shares simply add up) and sums of statistics (maxima where the name
-    ends in `_max`), the same names for every micro-batch, an empty one included.
+    `batch` holds the PackedBatch's arrays and `extra` as tensors on the engine's device. Returns the
+    micro-batch's share of the global loss (already divided by the global denominator: shares simply add up) and
+    sums of statistics (maxima where the name ends in `_max`), the same names for every micro-batch, an empty one
+    included.
     """
 
     def __call__(
@@ -60,8 +63,9 @@ class TrainEngine(Protocol):
     def train_batch(
         self, micro_batches: Sequence[PackedBatch], loss: LossFunction, temperature: float
     ) -> dict[str, float]:
-        """One optimiser update. Returns sums reduced over data-parallel ranks, and `grad_norm`, `lr`, `update_skipped` (1 when
-        the gradient was not finite or exactly 0: parameters and optimiser state are untouched)."""
+        """One optimiser update. Returns sums reduced over data-parallel ranks, and `grad_norm`, `lr`,
+        `update_skipped` (1 when the gradient was not finite or exactly 0: parameters and optimiser state are
+        untouched)."""
         ...
 
     def set_progress(self, fraction_done: float) -> None:
@@ -69,7 +73,8 @@ class TrainEngine(Protocol):
         ...
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """Names (Hugging Face, tied names once per name expected by `state_dict`), shapes, dtypes, in the order of `weights`."""
+        """Names (Hugging Face, tied names once per name expected by `state_dict`), shapes, dtypes, in the order of
+        `weights`."""
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

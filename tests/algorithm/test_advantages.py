@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
 from pekoe.pipeline.algorithm.rewards import shape_rewards
 

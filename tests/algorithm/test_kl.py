@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pekoe.pipeline.algorithm.kl import kl_estimate, kl_reward
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.algorithm.normalise import normalise_rewards, normalise_tokens
 from pekoe.pipeline.config.actor import NormConfig
 

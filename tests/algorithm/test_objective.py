@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.algorithm.objective import PolicyObjective, clipped_objective, needs_prox_forward
 from pekoe.pipeline.config.actor import ActorConfig, RejectionConfig
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from pekoe.pipeline.algorithm.ratios import loglinear_logprobs, policy_ratio
 from pekoe.pipeline.algorithm.rejection import behaviour_weights, binary_kl
 from pekoe.pipeline.config.actor import RejectionConfig

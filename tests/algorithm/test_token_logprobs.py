@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pekoe.pipeline.algorithm.token_logprobs import gather_logprobs, token_logprobs
 
 
@@ -29,6 +30,28 @@ def test_gradients_in_float64():
     targets = torch.randint(0, 6, (5,))
     assert torch.autograd.gradcheck(lambda x: gather_logprobs(x, targets, 0.7, chunk_rows=2), (logits,))
     assert torch.autograd.gradcheck(lambda x: gather_logprobs(x, targets)[1], (logits,))
+
+
+def test_without_entropy_only_logprobs_are_made():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 6, (5,))
+    logprobs, entropy = gather_logprobs(logits, targets, with_entropy=False)
+    torch.testing.assert_close(logprobs, gather_logprobs(logits, targets)[0])
+    assert not entropy.any()
+    assert not entropy.requires_grad
+
+
+def test_both_gradients_together():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    targets, weight = torch.randint(0, 6, (5,)), torch.randn(5, dtype=torch.float64)
+
+    def mixed(x):
+        logprobs, entropy = gather_logprobs(x, targets, 1.7, chunk_rows=2)
+        return logprobs * weight + entropy * weight.flip(0)
+
+    assert torch.autograd.gradcheck(mixed, (logits,))
 
 
 def test_infinite_logit_gives_no_nan():

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from pekoe.pipeline.algorithm.objective import PolicyObjective
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
 from pekoe.pipeline.config.actor import ActorConfig, FsdpConfig

@@ -8,6 +8,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
+
 from pekoe.pipeline.config.optimizer import OptimizerConfig
 from pekoe.pipeline.messages import TensorSpec
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
@@ -21,8 +24,6 @@ from pekoe.pipeline.train.engines.hf_folder import (
 from pekoe.pipeline.train.engines.isolation import check_isolation, pack_tokens
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
 from pekoe.pipeline.train.engines.packed_attention import PackedSequences, choose_attention, sdpa_attention
-from safetensors.torch import save_file
-from torch import nn
 
 CPU = torch.device("cpu")
 

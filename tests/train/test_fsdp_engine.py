@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pekoe.pipeline.messages import TensorSpec
 from safetensors import safe_open
+
+from pekoe.pipeline.messages import TensorSpec
 
 SCRIPT = Path(__file__).with_name("fsdp_world.py")
 SCENARIOS = ["forward", "gradients", "variants", "bfloat16", "skip", "save"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from pekoe.pipeline.records import PackedBatch
 
 FIELDS = (

@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
 from pekoe.pipeline.config.actor import ActorConfig
 from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.messages import TensorSpec
@@ -28,9 +32,6 @@ from pekoe.pipeline.train.engines.learning_rate import learning_rate
 from pekoe.pipeline.train.engines.packed_attention import PackedSequences
 from pekoe.pipeline.train.engines.sharded_model import build_model, tied_names
 from pekoe.pipeline.train.engines.sharded_optimizer import build_optimizer, clip, gradient_norm
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,9 @@ class FsdpEngine:
         """See `TrainEngine`; float64 where the compute dtype is."""
         self.model.eval()
         with torch.no_grad():
-            found = [self._logprobs(batch_tensors(batch, self.device), temperature)[0] for batch in micro_batches]
+            found = [
+                self._logprobs(batch_tensors(batch, self.device), temperature, False)[0] for batch in micro_batches
+            ]
         # FSDP leaves the outermost group gathered for a backward pass that does not come.
         self.model.reshard()
         return found
@@ -91,7 +94,7 @@ class FsdpEngine:
         found: list[dict[str, Tensor]] = []
         for batch in micro_batches:
             tensors = batch_tensors(batch, self.device)
-            logprobs, entropy, anchor = self._logprobs(tensors, temperature)
+            logprobs, entropy, anchor = self._logprobs(tensors, temperature, True)
             if not loss.needs_entropy_gradient:
                 entropy = entropy.detach()
             share, stats = loss(logprobs, entropy, tensors)
@@ -172,7 +175,9 @@ class FsdpEngine:
         """Lets go of model and optimiser."""
         del self.model, self.optimizer
 
-    def _logprobs(self, tensors: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _logprobs(
+        self, tensors: dict[str, Tensor], temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs [M], entropies [M], anchor): the anchor is 0, and ties a micro-batch without active tokens to the
         model, so that its rank takes part in the collectives of forward and backward."""
         if not tensors["loss_mask"].any():
@@ -187,7 +192,7 @@ class FsdpEngine:
             return self._logits(tensors["tokens"], tensors["position_ids"], bounds, positions)
 
         logprobs, entropy = self._token_logprobs(
-            logits_at, tensors["tokens"], tensors["cu_seqlens"], tensors["loss_mask"], temperature
+            logits_at, tensors["tokens"], tensors["cu_seqlens"], tensors["loss_mask"], temperature, with_entropy
         )
         return logprobs, entropy, torch.zeros((), device=self.device)
 

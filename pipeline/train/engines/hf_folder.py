@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pekoe.pipeline.files import fsync_file, fsync_folder, publish
-from pekoe.pipeline.messages import TensorSpec
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+
+from pekoe.pipeline.files import fsync_file, fsync_folder, publish
+from pekoe.pipeline.messages import TensorSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 SHARD_BYTES = 4 << 30

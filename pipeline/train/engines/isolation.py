@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+
 from pekoe.pipeline.records import Finish, Int32, PackedBatch, Trajectory, pack
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
 from pekoe.pipeline.config.actor import ActorConfig
 from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.train.engines.hf_folder import load_parameters, materialise, parameters_on_meta
 from pekoe.pipeline.train.engines.packed_attention import choose_attention, register
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
 def build_model(config: ActorConfig, device: Device, torch_device: torch.device, mesh: DeviceMesh) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from pekoe.pipeline.config.optimizer import OptimizerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from pekoe.pipeline.config.optimizer import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
