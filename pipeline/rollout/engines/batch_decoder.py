@@ -71,15 +71,16 @@ class BatchDecoder:
         if self._fixed_length is not None:
             self._admit_cohort(version)
             return
-        free = [row for row, sequence in enumerate(self.rows) if sequence is None]
-        free += range(len(self.rows), self._max_slots)
-        kept: deque[SequenceState] = deque()
-        for sequence in self.waiting:
-            if free and sequence.request.min_version <= version:
-                self._enter(sequence, free.pop(0))
-            else:
-                kept.append(sequence)
-        self.waiting = kept
+        free = deque(row for row, sequence in enumerate(self.rows) if sequence is None)
+        free.extend(range(len(self.rows), self._max_slots))
+        if self.waiting and free:
+            kept: deque[SequenceState] = deque()
+            for sequence in self.waiting:
+                if free and sequence.request.min_version <= version:
+                    self._enter(sequence, free.popleft())
+                else:
+                    kept.append(sequence)
+            self.waiting = kept
         self._close_holes()
 
     @torch.inference_mode()

@@ -83,6 +83,7 @@ class HfEngine:
         self._broken = ""
         """Why the weights may not serve; empty when they may."""
         self._closing = False
+        self._any_cancelled = False
         self._thread = threading.Thread(target=self._run, name="hf-engine", daemon=True)
         self._thread.start()
 
@@ -197,6 +198,7 @@ class HfEngine:
     def _cancel(self, sequence: SequenceState) -> None:
         with self._condition:
             sequence.cancelled = True
+            self._any_cancelled = True
             self._condition.notify_all()
 
     def _require_paused(self, verb: str) -> None:
@@ -232,7 +234,9 @@ class HfEngine:
                         self._parked = True
                         self._condition.notify_all()
                 elif not self._broken:
-                    self._decoder.sweep()
+                    if self._any_cancelled:
+                        self._any_cancelled = False
+                        self._decoder.sweep()
                     if self._decoder.has_work(self.version):
                         return True
                 self._condition.wait()
