@@ -18,6 +18,7 @@ from pekoe.pipeline.control.weight_update import WeightUpdates
 from pekoe.pipeline.data.cursor import Cursor
 from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.progress import Progress
+from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.records import Float64, Int64, UInt8
 from pekoe.pipeline.runs.context import RunContext
 from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
@@ -86,6 +87,7 @@ def lead(
     finally:
         progress.close()
         metrics.close()
+    print(report(run), flush=True)
 
 
 class Account:
