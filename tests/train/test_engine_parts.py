@@ -23,7 +23,7 @@ from pekoe.pipeline.train.engines.hf_folder import (
 )
 from pekoe.pipeline.train.engines.isolation import check_isolation, pack_tokens
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
-from pekoe.pipeline.train.engines.packed_attention import PackedSequences, choose_attention, sdpa_attention
+from pekoe.pipeline.train.engines.packed_attention import SHORT, PackedSequences, choose_attention, sdpa_attention
 
 CPU = torch.device("cpu")
 
@@ -70,11 +70,11 @@ def reference(query, key, value, bounds, window=None):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_packed_attention_equals_attention_written_out(window):
+@pytest.mark.parametrize("bounds", [(0, 1, 6, 13), (0, SHORT + 1, SHORT + 3)])
+def test_packed_attention_equals_attention_written_out(window, bounds):
     torch.manual_seed(0)
-    bounds = (0, 1, 6, 13)
-    query = torch.randn(1, 4, 13, 8, dtype=torch.float64)
-    key, value = (torch.randn(1, 2, 13, 8, dtype=torch.float64) for _ in range(2))
+    query = torch.randn(1, 4, bounds[-1], 8, dtype=torch.float64)
+    key, value = (torch.randn(1, 2, bounds[-1], 8, dtype=torch.float64) for _ in range(2))
     out = attend(query, key, value, bounds, sliding_window=window)
     torch.testing.assert_close(out, reference(query, key, value, bounds, window))
 

@@ -204,9 +204,9 @@ def test_bfloat16_trains_with_a_ratio_of_exactly_one(results, size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_infinite_gradient_on_one_rank_skips_the_update_on_all(results, size):
+def test_infinite_gradient_on_one_rank_and_no_gradient_at_all_skip_the_update_on_all_ranks(results, size):
     found = results["skip", size]
-    assert found["told"] == [(1.0, True)] * size
+    assert found["told"] == [(1.0, 1.0, True)] * size
     assert found["after"]["update_skipped"] == 0
 
 
