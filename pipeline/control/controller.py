@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
 from pekoe.pipeline.control.evaluation import Evaluation
@@ -132,11 +133,12 @@ class Controller:
                 break
             if not self.train(batch):
                 continue
-            if self.parts.stop_requested():
-                break
-            self.update_weights()
+            stopping = self.parts.stop_requested()
+            if not stopping:
+                self.update_weights()
             self.parts.report.step(self)
-            self.at_intervals()
+            if not stopping:
+                self.at_intervals()
         return self.finish()
 
     def gather(self) -> list[OutstandingGroup] | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from pekoe.pipeline.messages import AssignEvaluation, Evaluated, Post
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.messages import Plan, PlannedRow, Row
 from pekoe.pipeline.records import Float64, Int64, UInt8

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import row_staleness
 from pekoe.pipeline.control.step import StepRows

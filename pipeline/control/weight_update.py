@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from pekoe.pipeline.messages import (
     Post,
     PrepareWeights,

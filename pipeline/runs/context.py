@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
 from pekoe.pipeline.config.check import context_limit
 from pekoe.pipeline.config.paths import model_context_limit
 from pekoe.pipeline.config.run import RunConfig

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+
 from pekoe.pipeline.algorithm.normalise import normalise_rewards
 from pekoe.pipeline.algorithm.rewards import shape_rewards
 from pekoe.pipeline.batch.plan import plan_batch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.messages import Hello, PrepareWeights
 from pekoe.pipeline.registry import INFERENCE_ENGINES, WEIGHT_TRANSPORTS, WORKFLOWS, resolve
@@ -20,7 +22,6 @@ from pekoe.pipeline.runs.transports import transport_setup
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.writer import ShardWriter
 from pekoe.pipeline.weights.transport import WeightReceiver
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
 from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
 from pekoe.pipeline.algorithm.normalise import normalise_tokens
 from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
@@ -27,7 +29,6 @@ from pekoe.pipeline.train.learner import INBOX_KINDS, BadRowsError, Learner, Lea
 from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state
 from pekoe.pipeline.trajectory.store import BadRows, Store
 from pekoe.pipeline.weights.transport import WeightSender
-from torch._C._distributed_c10d import TCPStore
 
 if TYPE_CHECKING:
     from pekoe.pipeline.runs.rl import Crew
@@ -180,14 +181,16 @@ def add_advantages(
         torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         torch.from_numpy(np.searchsorted(np.asarray(groups, dtype=np.int64), numbers)),
         actor.adv_norm,
-        reduce_sum=lambda tensor: _all_reduce(tensor, dist.ReduceOp.SUM),
-        reduce_max=lambda tensor: _all_reduce(tensor, dist.ReduceOp.MAX),
+        reduce_sum=lambda tensor: _all_reduce(tensor, dist.ReduceOp.SUM, context.torch_device),
+        reduce_max=lambda tensor: _all_reduce(tensor, dist.ReduceOp.MAX, context.torch_device),
         num_groups=len(groups),
     )
     for batch, part in zip(batches, np.split(normalised.numpy(), cut), strict=True):
         batch.extra["advantages"] = part
 
 
-def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    dist.all_reduce(tensor, operation)
-    return tensor
+def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, device: torch.device) -> torch.Tensor:
+    """Over the trainer ranks, on the device that their group can reach."""
+    moved = tensor.to(device)
+    dist.all_reduce(moved, operation)
+    return moved.to(tensor.device)
