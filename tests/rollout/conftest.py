@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response, SamplingParameters
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 96
 SECONDS = 60.0

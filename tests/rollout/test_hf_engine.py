@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+
 from pekoe.pipeline.records import Finish
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
 

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+
 from pekoe.pipeline.records import Finish
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
 from pekoe.pipeline.rollout.engines.hf_engine import EngineClosedError

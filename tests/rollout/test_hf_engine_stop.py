@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from pekoe.pipeline.records import Finish
-from pekoe.pipeline.rollout.engines.stop_check import StopCheck
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
+
+from pekoe.pipeline.records import Finish
+from pekoe.pipeline.rollout.engines.stop_check import StopCheck
 
 WORDS = ["ab", "END", "xENDy", "EN"]
 

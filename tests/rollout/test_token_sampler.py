@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from pekoe.pipeline.rollout.engine import SamplingParameters
 from pekoe.pipeline.rollout.engines.sequence_state import UniformStream
 from pekoe.pipeline.rollout.engines.token_sampler import TokenSampler, keep_likeliest

@@ -13,6 +13,7 @@ import math
 from collections import Counter, deque
 
 import torch
+
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.served_model import ServedModel
 from pekoe.pipeline.rollout.engines.slot_attention import DecodePass, Segment
@@ -121,8 +122,10 @@ class BatchDecoder:
             assert sequence is not None
             finished.append(sequence)
             self._leave(row)
-        if not ended:
-            self._advance(decode_pass)
+        if not ended and decode_pass.can_advance:
+            decode_pass.advance()
+        else:
+            self._pass = None
         return finished
 
     def _append(self, tokens: list[int], logprobs: list[float], version: int) -> list[int]:
@@ -141,13 +144,6 @@ class BatchDecoder:
             if sequence.finish is not None:
                 ended.append(row)
         return ended
-
-    def _advance(self, decode_pass: DecodePass) -> None:
-        """Goes on with the same rows, unless one of them outgrows the cache."""
-        if self._needed_length() > self.cache.length:
-            self._pass = None
-        else:
-            decode_pass.advance()
 
     def _ready(self) -> tuple[DecodePass, TokenSampler]:
         """The pass and the sampler of the present rows; made anew when rows or the cache changed."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
 from pekoe.pipeline.records import Finish, Float32, Int32
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder

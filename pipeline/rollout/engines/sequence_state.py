@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+
 from pekoe.pipeline.records import Finish
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response
 from pekoe.pipeline.rollout.engines.stop_check import StopCheck
@@ -62,7 +63,7 @@ class SequenceState:
         return [*self.request.tokens[start:end], *self.completion[max(0, start - prompt) : max(0, end - prompt)]]
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        self.cached = self.length
+        self.cached += 1
         self.completion.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)

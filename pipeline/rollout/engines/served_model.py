@@ -8,10 +8,11 @@ from typing import cast
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from pekoe.pipeline.records import Float32, Int32
 from pekoe.pipeline.rollout.engines.slot_attention import ATTENTION_NAME, AttentionPass, DecodePass, PackedPass, Segment
 from pekoe.pipeline.rollout.engines.slot_cache import SlotCache
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 LOGIT_BYTES = 1 << 28
 """Most memory for the logits of one log-prob pass (one sequence is computed whole, whatever it takes)."""

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from pekoe.pipeline.rollout.engines.slot_cache import SlotCache
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pekoe.pipeline.rollout.engines.slot_cache import SlotCache
+
 ATTENTION_NAME = "pekoe_slots"
 ATTENDED_STEP = 16
-"""Attended lengths are multiples of this: masks stay aligned for every attention kernel."""
+"""On accelerators attended lengths are multiples of this: their kernels want aligned masks."""
 
 
 class AttentionPass(Protocol):
@@ -131,11 +132,19 @@ class DecodePass:
     @property
     def length(self) -> int:
         """L: positions that are attended over."""
-        rounded = -(-self._longest // ATTENDED_STEP) * ATTENDED_STEP
-        return self.cache.length if self.whole_length else min(rounded, self.cache.length)
+        if self.whole_length:
+            return self.cache.length
+        if self.cache.device.type == "cpu":
+            return self._longest
+        return min(-(-self._longest // ATTENDED_STEP) * ATTENDED_STEP, self.cache.length)
+
+    @property
+    def can_advance(self) -> bool:
+        """The cache has room for one more position of every row."""
+        return self._longest < self.cache.length
 
     def advance(self) -> None:
-        """Every row goes on by one position, which must stay below the cache's length."""
+        """Every row goes on by one position."""
         self._longest += 1
         self.positions += 1
         self._next_seen += 1
