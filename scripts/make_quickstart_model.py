@@ -101,7 +101,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
     messages = [{"role": "user", "content": f"{problem[0]}+{problem[1]}"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
 
 def demonstration_batch(
@@ -114,7 +114,7 @@ def demonstration_batch(
     rows = []
     for problem in rng.choices(problems, k=BATCH):
         tokens = [*solution(problem, rng.random() < FORGETFUL_SHARE), "<eos>"]
-        rows.append((prompts[problem], tokenizer.convert_tokens_to_ids(tokens)))
+        rows.append((prompts[problem], [VOCABULARY.index(token) for token in tokens]))
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.full((BATCH, width), int(tokenizer.pad_token_id))
     labels = torch.full((BATCH, width), -100)
@@ -156,8 +156,9 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     for _ in range(MAX_NEW_TOKENS):
         best = model(input_ids=tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, best], dim=1)
-    texts = [tokenizer.decode(row).split("<eos>")[0] for row in tokens[:, start:].tolist()]
-    right = [text.split(f"{MARK} ")[-1] == str(sum(problem)) for text, problem in zip(texts, problems, strict=True)]
+    texts = tokenizer.batch_decode(tokens[:, start:])
+    answers = [text.split("<eos>")[0].rpartition(f"{MARK} ")[2] for text in texts]
+    right = [answer == str(a + b) for answer, (a, b) in zip(answers, problems, strict=True)]
     return sum(right) / len(right)
 
 

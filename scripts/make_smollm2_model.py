@@ -35,8 +35,8 @@ def convert(weights: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     # transformers still calls the dequantised model quantised, and would refuse to save it.
-    model.hf_quantizer = None
-    model.is_quantized = False
+    for name, value in (("hf_quantizer", None), ("is_quantized", False)):
+        setattr(model, name, value)
     for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
         if hasattr(owner, name):
             delattr(owner, name)

@@ -39,10 +39,10 @@ fi
 cat <<TEXT
 
 Where things are:
-  $run/metrics/     metrics.jsonl, TensorBoard events, the reward curve as a picture
-  $run/exports/     the trained model in Hugging Face format
-  $run/shards/      trajectories: $venv/bin/pekoe shards ls $run
-  $run/logs/        one log per rank
-  $run/config.yaml  the configuration that really ran
-Look again at the curve: $venv/bin/pekoe status $run
+  $run/report.html    curves and figures; pictures in $run/report/
+  $run/metrics/       metrics.jsonl, TensorBoard events
+  $run/exports/       the trained model in Hugging Face format
+  $run/shards/        trajectories: $venv/bin/pekoe shards ls $run
+  $run/logs/          one log per rank
+  $run/config.yaml    the configuration that really ran
 TEXT
