@@ -1,4 +1,5 @@
-"""Begins an attempt of a run: makes or finds the run directory, counts the attempt in `run.json`, freezes config and code."""
+"""Begins an attempt of a run: makes or finds the run directory, counts the attempt in `run.json`, freezes config
+and code."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 """Where `pipeline/` and `launch/` lie: what the snapshot copies."""
 FIXED_KEYS = (
-    "experiment_name", "trial_name", "cluster.fileroot", "task", "seed", "train_dataset", "actor.path", "tokenizer_path",
-    "gconfig.n_samples", "workflow", "reward.name",
+    "experiment_name", "trial_name", "cluster.fileroot", "task", "seed", "train_dataset", "actor.path",
+    "tokenizer_path", "gconfig.n_samples", "workflow", "reward.name",
 )  # fmt: skip
 """What a resumed run must not change: shards, ledger and checkpoints of earlier attempts were made under it."""
 
@@ -72,7 +73,8 @@ def check_resumable(run: RunDirectory) -> None:
     missing = [path.name for path in (run.run_json, run.config) if not path.exists()]
     if missing:
         raise RunDirectoryError(
-            f"{run.path} cannot be resumed: {' and '.join(missing)} missing; give the run directory that `pekoe run CONFIG` made"
+            f"{run.path} cannot be resumed: {' and '.join(missing)} missing; "
+            "give the run directory that `pekoe run CONFIG` made"
         )
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; the exit code: 0 done, 75 stopped by a signal (resume it), 78 wrong configuration, 1 failure."""
+    """Runs one subcommand; the exit code: 0 done, 75 stopped by a signal (resume it), 78 wrong configuration, 1
+    failure."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.command(arguments))

@@ -1,8 +1,8 @@
 """Facts about this process: the variables of srun, mpiexec and Slurm, read once and turned into one record.
 
 The table below is the only place that names these variables; nobody else reads `os.environ` for them. Values of the
-running step beat values of the job. Under hydra or orted inside Slurm the SLURM_* task variables describe the proxy, so the
-process manager nearest to the rank wins. Pure functions of the mapping that is passed in.
+running step beat values of the job. Under hydra or orted inside Slurm the SLURM_* task variables describe the proxy,
+so the process manager nearest to the rank wins. Pure functions of the mapping that is passed in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PROCESS_MANAGERS = (
         ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     Names(
-        "mpich", ("PMI_RANK", "MPI_LOCALRANKID"), ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",),
+        "mpich", ("PMI_RANK", "MPI_LOCALRANKID"), ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",),
+        ("MPI_LOCALNRANKS",),
     ),
     Names("mpich", ("PMI_RANK", "HYDI_CONTROL_FD"), ("PMI_RANK",), ("PMI_SIZE",)),
     Names("pmix", ("PMIX_RANK",), ("PMIX_RANK",), STEP_SIZE, ("SLURM_LOCALID",)),
@@ -126,8 +127,9 @@ def read(environ: Mapping[str, str], host: str | None = None) -> Facts:
 def pick_device(facts: Facts, variable: str, num_devices: int | None = None, ranks_per_device: int = 1) -> Device:
     """The device of this rank, out of the visible list of `variable`.
 
-    `num_devices` is what the vendor's library counts, needed only where the variable is not set. Distinct ranks of a node get
-    distinct devices unless `ranks_per_device` says otherwise. ValueError where there are more ranks than devices.
+    `num_devices` is what the vendor's library counts, needed only where the variable is not set. Distinct ranks of a
+    node get distinct devices unless `ranks_per_device` says otherwise. ValueError where there are more ranks than
+    devices.
     """
     listed = facts.visible.get(variable)
     if listed is None:
@@ -141,20 +143,28 @@ def pick_device(facts: Facts, variable: str, num_devices: int | None = None, ran
     if ranks > len(listed) * ranks_per_device:
         raise ValueError(
             f"{variable}: {ranks} ranks on {facts.host} but {len(listed)} visible devices ({','.join(listed)}); "
-            f"allowed: at most {ranks_per_device} rank(s) per device: start fewer ranks per node or ask for more devices"
+            f"allowed: at most {ranks_per_device} rank(s) per device: "
+            "start fewer ranks per node or ask for more devices"
         )
     ordinal = facts.local_rank // ranks_per_device
     return Device(listed[ordinal], ordinal)
 
 
 def cores_per_rank(facts: Facts, affinity: set[int] | None = None) -> int:
-    """CPU cores that this rank may keep busy: its affinity mask, shared with the node's other ranks unless it is its own."""
+    """CPU cores that this rank may keep busy: its affinity mask, shared with the node's other ranks unless it is its
+    own."""
     mask = len(affinity if affinity is not None else os.sched_getaffinity(0))
     ranks = facts.local_size or 1
     bound_per_task = (
         facts.launcher in STEP_LAUNCHERS and facts.cores_on_node is not None and mask * ranks <= facts.cores_on_node
     )
     return mask if bound_per_task else max(1, mask // ranks)
+
+
+def wrong_size(expected: int, facts: Facts) -> str:
+    """What is wrong when the process manager started another number of ranks than the allocation needs."""
+    seen = f" ({'; '.join(facts.notes)})" if facts.notes else ""
+    return f"the allocation needs {expected} ranks but {facts.launcher} started {facts.size}{seen}; start {expected}"
 
 
 def torch_variables(role_rank: int, role_size: int, local_rank: int) -> dict[str, str]:

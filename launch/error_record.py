@@ -1,4 +1,5 @@
-"""The one error record of an attempt: `RUN/errors/attempt-A.json`. Whoever comes first writes it; all others add nothing."""
+"""The one error record of an attempt: `RUN/errors/attempt-A.json`. Whoever comes first writes it; all others add
+nothing."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def describe(error: BaseException) -> tuple[str, str]:
 def write_record(run: RunDirectory, record: ErrorRecord) -> bool:
     """Claims the attempt's record with this one; False where another one is there already.
 
-    It appears whole or not at all: a hard link of a finished temporary file is refused when the name exists. A filesystem
-    without hard links gets an exclusive create instead.
+    It appears whole or not at all: a hard link of a finished temporary file is refused when the name exists. A
+    filesystem without hard links gets an exclusive create instead.
     """
     run.errors.mkdir(parents=True, exist_ok=True)
     final = record_path(run, record.attempt)

@@ -1,4 +1,5 @@
-"""Heartbeats on disk: `RUN/heartbeats/rank-N.json`, replaced whole, written by one leader per node in a thread of its own."""
+"""Heartbeats on disk: `RUN/heartbeats/rank-N.json`, replaced whole, written by one leader per node in a thread of its
+own."""
 
 from __future__ import annotations
 

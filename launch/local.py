@@ -3,8 +3,8 @@
     pekoe run ─► mpiexec ─► proxy ─► supervisor of each rank ─► rank
         └── signals, verdict over a private folder ──┘
 
-mpiexec's own word cannot be trusted: it returns 0 when a rank leaves by `os._exit(0)`, kills the survivors of any non-zero
-exit, does not always pass signals on, and waits for ever when a rank dies before MPI_Init. So ranks exit 0
+mpiexec's own word cannot be trusted: it returns 0 when a rank leaves by `os._exit(0)`, kills the survivors of any non-
+zero exit, does not always pass signals on, and waits for ever when a rank dies before MPI_Init. So ranks exit 0
 towards it after an orderly end, and the true codes, pids and deaths come from the supervisors' notes.
 """
 
@@ -69,7 +69,8 @@ def mpiexec_arguments(mpiexec: Path, num_ranks: int, program: Sequence[str], pyt
 
 
 def rank_environment(inherited: Mapping[str, str], world: LocalWorld, folder: Path) -> dict[str, str]:
-    """The environment of mpiexec: the run's code snapshot comes before every install; nothing of another launcher stays."""
+    """The environment of mpiexec: the run's code snapshot comes before every install; nothing of another launcher
+    stays."""
     kept = {
         name: value
         for name, value in inherited.items()

@@ -2,8 +2,8 @@
 
     any thread ── send ──► outbox ──(main thread: Isend)──► peer ──(main thread: probe, receive)──► inbox ──► any thread
 
-Only the main thread calls MPI, in `pump`. Buffers of unfinished sends are kept. An outbox that grows over its bound is an error
-naming the peer; a message over the size limit is an error before any call. Order is kept per source and
+Only the main thread calls MPI, in `pump`. Buffers of unfinished sends are kept. An outbox that grows over its bound is
+an error naming the peer; a message over the size limit is an error before any call. Order is kept per source and
 destination. A kind nobody has asked for yet is held, within a bound, until its inbox is opened.
 """
 
@@ -109,7 +109,8 @@ class PostOffice:
         self._status = MPI.Status()
 
     def send(self, to: int, message: Message) -> None:
-        """Queues a message and returns at once. ValueError for a rank that is not there, MessageTooLargeError, OutboxFullError."""
+        """Queues a message and returns at once. ValueError for a rank that is not there, MessageTooLargeError,
+        OutboxFullError."""
         if not 0 <= to < self.size:
             raise ValueError(
                 f"send {type(message).__name__}: rank {to} is not in the world; allowed: 0 to {self.size - 1}"
@@ -137,7 +138,8 @@ class PostOffice:
         self.wake.set()
 
     def inbox(self, *kinds: type[Message]) -> Inbox:
-        """A queue for these kinds, with what was held for them. ValueError if one has an inbox already or is no message."""
+        """A queue for these kinds, with what was held for them. ValueError if one has an inbox already or is no
+        message."""
         box: Inbox = queue.SimpleQueue()
         with self._lock:
             for kind in kinds:
@@ -165,7 +167,8 @@ class PostOffice:
             return sum(self._lanes[to].messages for to in self._busy)
 
     def pump(self) -> bool:
-        """One turn: starts waiting sends, finishes old ones, takes what has arrived. True if anything moved. Main thread only."""
+        """One turn: starts waiting sends, finishes old ones, takes what has arrived. True if anything moved. Main
+        thread only."""
         self.wake.clear()
         with self._lock:
             busy = list(self._busy)
@@ -182,7 +185,8 @@ class PostOffice:
                 time.sleep(0.001)
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"rank {self.rank}: ranks {sorted(self._busy)} did not take {self.num_unsent} messages in {seconds:.1f} s"
+                    f"rank {self.rank}: ranks {sorted(self._busy)} did not take {self.num_unsent} messages "
+                    f"in {seconds:.1f} s"
                 )
 
     def close(self) -> None:

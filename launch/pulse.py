@@ -1,8 +1,8 @@
 """Heartbeats: who sends them, who watches whom, who writes them to disk.
 
-Every rank tells the head and its node's leader (the lowest rank on the host), which writes the files. The head watches all ranks
-and rank 1 watches the head: a main thread that stands still (SIGSTOP, a call that never returns the interpreter's lock) is
-noticed after `silence_seconds`.
+Every rank tells the head and its node's leader (the lowest rank on the host), which writes the files. The head watches
+all ranks and rank 1 watches the head: a main thread that stands still (SIGSTOP, a call that never returns the
+interpreter's lock) is noticed after `silence_seconds`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Pulse:
         """Sends when it is time, takes what came, looks for silence. SilentRankError names the silent rank."""
         if now >= self._next_beat:
             self._next_beat = now + self.world.settings.heartbeat_seconds
-            self._send()
+            self.send()
         while not self._inbox.empty():
             source, message = self._inbox.get()
             if isinstance(message, Heartbeat):
@@ -83,12 +83,14 @@ class Pulse:
             self._look_for_silence(now)
             self.world.run_checks()
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """One heartbeat now."""
         world, state = self.world, self.world.state
         self._counter += 1
         heartbeat = Heartbeat(
-            rank=world.rank, role=state.role, host=state.host, pid=os.getpid(), counter=self._counter, phase=state.phase,
-            phase_seconds=round(time.monotonic() - state.phase_since, 3), version=world.version,
+            rank=world.rank, role=state.role, host=state.host, pid=os.getpid(), counter=self._counter,
+            phase=state.phase,
+                        phase_seconds=round(time.monotonic() - state.phase_since, 3), version=world.version,
             gauges=world.gauges() if world.gauges is not None else {},
         )  # fmt: skip
         for listener in self._listeners:
@@ -100,7 +102,7 @@ class Pulse:
             if now - heard > limit and rank != self.world.rank:
                 last = self.newest.get(rank)
                 raise SilentRankError(
-                    f"rank {rank} ({last.role if last else 'no role yet'}, {self.world.hosts[rank]}) has sent no heartbeat for "
-                    f"{now - heard:.0f} s; its last phase was {last.phase if last else 'never heard'!r} "
+                    f"rank {rank} ({last.role if last else 'no role yet'}, {self.world.hosts[rank]}) has sent no "
+                    f"heartbeat for {now - heard:.0f} s; its last phase was {last.phase if last else 'never heard'!r} "
                     f"(cluster.silence_seconds is {limit})"
                 )

@@ -1,6 +1,7 @@
 """One rank, from its first line to its exit code: `python -m pekoe.launch.rank RUN ATTEMPT`, or joined by `pekoe run`.
 
-    supervise ─► signals, last words ─► environment ─► config, roles ─► log ─► reward pool ─► MPI ─► the run's wiring ─► finalize
+    supervise ─► signals, last words ─► config, roles ─► environment ─► log ─► reward pool
+              ─► MPI ─► the run's wiring ─► finalize
 
 Processes (reward pool) start before MPI does; torch is imported by the wiring.
 """
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pekoe.launch import environment, rank_environment
 from pekoe.launch.attempts import Attempt, RunDirectoryError
-from pekoe.launch.environment import Facts
+from pekoe.launch.environment import Facts, wrong_size
 from pekoe.launch.rank_state import RankState
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
 from pekoe.launch.supervisor import Reports, supervise
@@ -65,8 +66,12 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     from pekoe.launch.allocation import place
 
     placement = place(config)
-    in_world = facts.rank < placement.world_size
-    roles = placement.roles_of(facts.rank) if in_world else ()
+    if facts.size != placement.world_size:
+        if facts.rank == 0:
+            print(f"pekoe: {wrong_size(placement.world_size, facts)}", file=sys.stderr, flush=True)
+        reports.ended(EXIT_CONFIGURATION)
+        return EXIT_CONFIGURATION
+    roles = placement.roles_of(facts.rank)
     state.set_role("+".join(roles))
     _set_environment(config, facts, placement)
     if origin.attempt is not None:
@@ -75,7 +80,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     from pekoe.pipeline.runs import rl
 
     state.set_phase("preparing")
-    prepared = rl.prepare(config, roles) if in_world else None
+    prepared = rl.prepare(config, roles)
     settings = world_settings(config)
     with World.join(placement.world_size, settings, facts=facts, state=state, signals=signals) as world:
         try:
@@ -90,7 +95,6 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         world.begin_attempt(attempt.run, attempt.number, state.log)
         for note in facts.notes:
             logger.info(note)
-        assert prepared is not None
         code = int(rl.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
         world.finalize(code)
     return code

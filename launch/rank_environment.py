@@ -1,4 +1,5 @@
-"""The environment variables a rank works under: defaults where the user has set nothing, and nothing of other launchers."""
+"""The environment variables a rank works under: defaults where the user has set nothing, and nothing of other
+launchers."""
 
 from __future__ import annotations
 

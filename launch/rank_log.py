@@ -1,6 +1,7 @@
-"""Where a rank's output goes: `RUN/logs/<attempt>/rank-N.log` takes stdout, stderr and logging; the head also talks to people.
+"""Where a rank's output goes: `RUN/logs/<attempt>/rank-N.log` takes stdout, stderr and logging.
 
-Redirection is by file descriptor, so that output of C libraries and of a crash lands in the log too.
+The head also talks to people. Redirection is by file descriptor, so that output of C libraries and of a crash lands in
+the log too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ TERMINAL = "PEKOE_TERMINAL"
 
 
 class PeopleStream(io.TextIOBase):
-    """The head's `sys.stdout`: what is printed goes to people, and to the log unless it is a terminal's live display."""
+    """The head's `sys.stdout`: what is printed goes to people, and to the log unless it is a terminal's live
+    display."""
 
     def __init__(self, people: IO[str], log: IO[str]) -> None:
         self._people = people
@@ -79,7 +81,8 @@ def _start_logging(rank: int, is_head: bool) -> None:
 
 
 def _open_people() -> IO[str]:
-    """The terminal itself where there is one (a display needs its size), else the standard output that was inherited."""
+    """The terminal itself where there is one (a display needs its size), else the standard output that was
+    inherited."""
     name = os.environ.get(TERMINAL)
     descriptor = os.open(name, os.O_WRONLY | os.O_NOCTTY) if name and os.path.exists(name) else os.dup(1)
     return open(descriptor, "w", encoding="utf-8", errors="replace", buffering=1)

@@ -1,7 +1,8 @@
 """What a rank is doing and how it fails: role, phase, and the last words that become the error record.
 
-Any thread may fail; the first failure counts. A thread of its own writes the record (a shared filesystem may hang), then the
-main thread ends MPI, and if that does not happen in time, the process ends itself: the world follows within seconds.
+Any thread may fail; the first failure counts. A thread of its own writes the record (a shared filesystem may hang),
+then the main thread ends MPI, and if that does not happen in time, the process ends itself: the world follows within
+seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Meeting points: the owner binds a port of its own choice, listens, and publishes `host:port` over MPI. No port formula.
+"""Meeting points: the owner binds a port of its own choice, listens, and publishes `host:port` over MPI.
 
-`torch.distributed.TCPStore(host, port, is_master=True, master_listen_fd=socket.detach())` takes the listening socket over, so
-that nobody else can get the port in between.
+No port formula. `torch.distributed.TCPStore(host, port, is_master=True, master_listen_fd=socket.detach())` takes the
+listening socket over, so that nobody else can get the port in between.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def own_address() -> str:
         if candidate and not is_loopback(candidate):
             return candidate
     raise ValueError(
-        f"rendezvous: host {socket.gethostname()!r} has no address but loopback; allowed: a name or route that gives one"
+        f"rendezvous: host {socket.gethostname()!r} has no address but loopback; "
+        "allowed: a name or route that gives one"
     )
 
 

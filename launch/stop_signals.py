@@ -1,7 +1,8 @@
-"""SIGTERM, SIGUSR2 and SIGHUP mean: stop at the next boundary. A thread hears them even while the main thread is busy in C code.
+"""SIGTERM, SIGUSR2 and SIGHUP mean: stop at the next boundary. A thread hears them at once.
 
-The interpreter writes each signal's number into a pipe at once (`signal.set_wakeup_fd`); a thread reads it, sets
-`requested` and starts the deadman. Setting an Event inside a Python signal handler could deadlock on the Event's own lock.
+The interpreter writes each signal's number into a pipe (`signal.set_wakeup_fd`), even while the main thread is busy in C
+code; a thread reads it, sets `requested` and starts the deadman. Setting an Event inside a Python signal handler could
+deadlock on the Event's own lock.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def claim(self) -> None:
-        """Takes the handlers (again): libraries put theirs in place, as MPICH's libfabric does for SIGHUP. Main thread only."""
+        """Takes the handlers (again): libraries put theirs in place, as MPICH's libfabric does for SIGHUP. Main thread
+        only."""
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
 

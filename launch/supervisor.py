@@ -4,10 +4,10 @@
                         ▲            reports over a pipe          │
                         └─────────────────────────────────────────┘
 
-The process manager kills all other ranks milliseconds after the first death, so nobody can tell afterwards who was first.
-The supervisor can: it learns of the death before the process manager does, and writes the error record with the phase
-that the rank reported last. It forks before anything heavy is imported and before MPI starts. Rank and supervisor
-die together (PR_SET_PDEATHSIG), and what the rank leaves behind in its process group is killed.
+The process manager kills all other ranks milliseconds after the first death, so nobody can tell afterwards who was
+first. The supervisor can: it learns of the death before the process manager does, and writes the error record with the
+phase that the rank reported last. It forks before anything heavy is imported and before MPI starts. Rank and
+supervisor die together (PR_SET_PDEATHSIG), and what the rank leaves behind in its process group is killed.
 """
 
 from __future__ import annotations
@@ -100,11 +100,13 @@ class _Watched:
         return ErrorRecord(
             attempt=int(self.facts.get("attempt", 0)), rank=int(self.facts.get("rank", -1)), host=self.host,
             role=str(self.facts.get("role", "")), phase=str(self.facts.get("phase", "start")),
-            phase_seconds=time.time() - self.phase_since, error=reason, pid=self.pid, log=str(self.facts.get("log", "")),
+            phase_seconds=time.time() - self.phase_since, error=reason, pid=self.pid,
+            log=str(self.facts.get("log", "")),
         )  # fmt: skip
 
     def judge(self) -> None:
-        """Ends a rank that cannot end itself: stuck in a limited phase, a peer failed meanwhile, or deaf to a stop signal."""
+        """Ends a rank that cannot end itself: stuck in a limited phase, a peer failed meanwhile, or deaf to a stop
+        signal."""
         now = time.time()
         limit, grace = self.facts.get("limit"), self.facts.get("grace")
         if "ended" in self.facts:

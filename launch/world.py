@@ -1,11 +1,11 @@
 """The MPI world of one attempt, as one rank sees it.
 
-    main thread:   join ─► share (start-up values) ─► serve(done): pump the post office, heartbeats, watchdog ─► finalize
+    main thread:   join ─► share (start-up values) ─► serve(done): post office, heartbeats, watchdog ─► finalize
     worker threads: what the run does; they talk over `post` and set `done` at the end
 
-The main thread alone calls MPI; in `serve` it never blocks over 0.1 s and burns no core. An uncaught exception in any thread
-ends the whole world: the record is written, then MPI_Abort. At the end every rank says Leaving and keeps pumping until
-the head says Farewell, since MPI_Finalize would spin while it waits for a slower rank.
+The main thread alone calls MPI; in `serve` it never blocks over 0.1 s and burns no core. An uncaught exception in any
+thread ends the whole world: the record is written, then MPI_Abort. At the end every rank says Leaving and keeps
+pumping until the head says Farewell, since MPI_Finalize would spin while it waits for a slower rank.
 """
 
 from __future__ import annotations
@@ -103,17 +103,15 @@ class World:
         cls, world_size: int, settings: WorldSettings | None = None, *, facts: Facts | None = None,
         state: RankState | None = None, signals: StopSignals | None = None,
     ) -> World:  # fmt: skip
-        """Starts MPI (main thread, once). WorldSizeError unless MPI, the environment and `world_size` name one number."""
+        """Starts MPI (main thread, once). WorldSizeError unless MPI, the environment and `world_size` name one
+        number."""
         settings = settings or WorldSettings()
         facts = facts or environment.read(os.environ)
         state = state or RankState(facts.rank, facts.host)
         state.abort_seconds = settings.abort_seconds
         state.catch_everything()
         if facts.size != world_size:
-            raise WorldSizeError(
-                f"the allocation needs {world_size} ranks but {facts.launcher} started {facts.size}"
-                f"{' (' + '; '.join(facts.notes) + ')' if facts.notes else ''}; start exactly {world_size}"
-            )
+            raise WorldSizeError(environment.wrong_size(world_size, facts))
         state.set_phase("mpi init")
         state.reports.limit(settings.setup_seconds)
         state.reports.tell(grace=settings.grace_seconds + settings.abort_seconds)
@@ -196,13 +194,15 @@ class World:
         return msgspec.json.decode(data)
 
     def serve(self, done: threading.Event) -> None:
-        """The main thread's loop until `done` is set by a worker. Does not return from a failure: it aborts the world."""
+        """The main thread's loop until `done` is set by a worker. Does not return from a failure: it aborts the
+        world."""
         while not done.is_set():
             self._turn()
 
     def finalize(self, code: int = EXIT_DONE) -> None:
         """Orderly end of all ranks: last messages go out, then MPI_Finalize. `code` is this rank's exit code."""
         self.set_phase("leaving")
+        self._pulse.send()
         self.post.send(0, Leaving())
         deadline = time.monotonic() + self.settings.setup_seconds
         while not self._farewell:
@@ -214,7 +214,8 @@ class World:
             if self.rank == 0 and time.monotonic() > deadline:
                 missing = sorted(set(range(self.size)) - self._leaving)
                 raise TimeoutError(
-                    f"ranks {missing} did not leave within {self.settings.setup_seconds} s: {self._pulse.phases(missing)}"
+                    f"ranks {missing} did not leave within {self.settings.setup_seconds} s: "
+                    f"{self._pulse.phases(missing)}"
                 )
         self._office.drain(self.settings.abort_seconds)
         self._pulse.close()
@@ -317,7 +318,8 @@ class World:
     def _warn_of_fork(self) -> None:
         if not self._over.is_set():
             warnings.warn(
-                "fork after MPI_Init: the child shares registered memory; start processes before World.join, by forkserver or exec",
+                "fork after MPI_Init: the child shares registered memory; "
+                "start processes before World.join, by forkserver or exec",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 

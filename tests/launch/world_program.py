@@ -49,7 +49,7 @@ def rank_program(reports: Reports) -> int:
     if WHAT == "import-error" and facts.rank == 1:
         import pekoe.pipeline.no_such_module  # noqa: F401
     expected = 5 if WHAT == "wrong-allocation" else facts.size
-    settings = PATIENT if WHAT in ("idle", "sleep") else FAST
+    settings = PATIENT if WHAT in ("idle", "sleep", "deaf") else FAST
     with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
         world.begin_attempt(RunDirectory(RUN), 0)
         return behave(world)

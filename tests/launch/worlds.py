@@ -46,8 +46,17 @@ class StartedWorld:
         self.process = subprocess.Popen(arguments, stdout=self.out, stderr=subprocess.STDOUT, env=environ)
 
     def said(self) -> list[dict[str, Any]]:
-        lines = self.run.with_suffix(".out").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        """JSON objects in the output; mpiexec may lay two ranks' lines end to end."""
+        text, decoder, found = self._output(), json.JSONDecoder(), []
+        position = text.find("{")
+        while position >= 0:
+            try:
+                value, end = decoder.raw_decode(text, position)
+                found.append(value)
+            except json.JSONDecodeError:
+                end = position + 1
+            position = text.find("{", end)
+        return found
 
     def wait_until_said(self, count: int, seconds: float = 30.0) -> list[dict[str, Any]]:
         deadline = time.monotonic() + seconds

@@ -1,0 +1,77 @@
+"""Attempts of a run: a fresh directory, refusal of one that is in use, resuming with the keys that may change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pekoe.launch.attempts import RunDirectoryError, begin_fresh, begin_resumed, check_overrides, run_directory
+from pekoe.pipeline.config.load import load
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.run_directory import RunDirectory
+
+
+def config_in(folder: Path) -> RunConfig:
+    config = RunConfig(experiment_name="e", trial_name="t")
+    config.cluster.fileroot = str(folder)
+    return config
+
+
+def test_fresh_attempt_writes_config_code_and_count(tmp_path: Path) -> None:
+    attempt = begin_fresh(config_in(tmp_path), "mpiexec", ["seed=1"])
+    run = attempt.run
+    assert (run.path, attempt.number) == (tmp_path / "e" / "t", 0)
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert load(run.config).experiment_name == "e"
+    assert (run.code / "pekoe" / "launch" / "world.py").exists()
+    record = json.loads(run.run_json.read_text())
+    assert len(record["id"]) == 32
+    assert [one["number"] for one in record["attempts"]] == [0]
+    assert record["attempts"][0]["overrides"] == ["seed=1"]
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "metrics", "shards", "ledger"])
+def test_a_run_that_got_somewhere_is_not_overwritten(tmp_path: Path, folder: str) -> None:
+    run = begin_fresh(config_in(tmp_path), "mpiexec").run
+    (run.path / folder / "something").write_text("x")
+    before = run.run_json.read_text()
+    with pytest.raises(RunDirectoryError, match=f"{folder}.*pekoe run --resume {run.path}"):
+        begin_fresh(config_in(tmp_path), "mpiexec")
+    assert run.run_json.read_text() == before
+
+
+def test_a_run_that_failed_at_its_start_may_be_started_again(tmp_path: Path) -> None:
+    run = begin_fresh(config_in(tmp_path), "mpiexec").run
+    (run.errors / "attempt-0.json").write_text("{}")
+    (run.code / "pekoe" / "launch" / "world.py").write_text("old code")
+    again = begin_fresh(config_in(tmp_path), "mpiexec")
+    assert again.number == 1
+    assert (run.code / "pekoe" / "launch" / "world.py").read_text() != "old code"
+    assert (run.errors / "attempt-0.json").exists()
+
+
+def test_resumed_attempt_keeps_the_code_and_counts_on(tmp_path: Path) -> None:
+    run = begin_fresh(config_in(tmp_path), "mpiexec").run
+    (run.code / "pekoe" / "launch" / "world.py").write_text("the code of the first attempt")
+    (run.checkpoints / "step-1").mkdir()
+    config = load(run.config, ["total_train_steps=9"])
+    attempt = begin_resumed(run, config, "srun", ["total_train_steps=9"])
+    assert attempt.number == 1
+    assert (run.code / "pekoe" / "launch" / "world.py").read_text() == "the code of the first attempt"
+    assert load(run.config).total_train_steps == 9
+    assert load(run.path / "config-before-1.yaml").total_train_steps is None
+    assert run_directory(config).path == run.path
+
+
+def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"run.json and config.yaml missing"):
+        begin_resumed(RunDirectory(tmp_path), config_in(tmp_path), "mpiexec")
+
+
+@pytest.mark.parametrize("key", ["seed", "train_dataset.path", "actor.path", "gconfig.n_samples", "trial_name"])
+def test_keys_that_made_the_data_are_fixed(key: str) -> None:
+    with pytest.raises(RunDirectoryError, match=f"{key}.*cannot change when a run is resumed"):
+        check_overrides(["total_train_steps=5", f"{key}=1"])
+    check_overrides(["total_train_steps=5", "actor.optimizer.lr=1e-5", "gconfig.temperature=0.9"])
