@@ -1,7 +1,7 @@
 """SIGTERM, SIGUSR2 and SIGHUP mean: stop at the next boundary. A thread hears them at once.
 
 The interpreter writes each signal's number into a pipe (`signal.set_wakeup_fd`), even while the main thread is busy in
-C code; a thread reads it, sets `requested` and starts the deadman. Setting an Event inside a Python signal handler could
+C code; a thread reads it, sets `requested` and starts the deadman. Setting an Event in a Python signal handler could
 deadlock on the Event's own lock.
 """
 
