@@ -20,7 +20,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from bench_result import print_result  # noqa: E402
+from bench_result import report  # noqa: E402
 from tiny_model import write_sums, write_tiny_model  # noqa: E402
 
 TARGET = 1.6
@@ -91,7 +91,8 @@ def main() -> int:
         "tokens": sync["tokens"],
         "staleness_max": fast["staleness"],
     }
-    return print_result("async_speedup", figures, {"speedup": TARGET}, figures["speedup"] >= TARGET)
+    targets = {"speedup": (f">= {TARGET}", lambda value: value >= TARGET)}
+    return 0 if report("async_speedup", figures, targets) else 1
 
 
 if __name__ == "__main__":

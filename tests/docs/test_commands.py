@@ -1,0 +1,112 @@
+"""Every command in README and docs is run, in the order in which a reader meets it.
+
+Runs are made small by overrides behind the documented ones; paths of examples point to what the test made. A command that
+fits no rule below fails the test: a new command needs a way to be run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CI_RUNS = (".venv/bin/ruff check", "mkdir -p build/typing", "pre-commit install")
+"""Beginnings of lines that are what `.ci/run` or git itself does with this very checkout."""
+
+
+def commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+            found += [line.split(" #")[0].strip() for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(found))
+
+
+@dataclass
+class Reader:
+    """Someone who types the commands, in a folder of their own."""
+
+    home: Path
+    model: Path
+    data: Path
+    num_runs: int = 0
+
+    def type(self, line: str) -> None:
+        if line.startswith(CI_RUNS):
+            assert (ROOT / ".ci" / "run").exists()
+            return
+        text, environment = line, self.environment()
+        if line.startswith("./scripts/test.sh"):
+            environment["PYTEST_ADDOPTS"] = "--collect-only"
+        elif line.startswith("./scripts/quickstart.sh"):
+            text += " total_train_steps=1 valid_dataset.size=8 experiment_name=docs"
+        elif "make_smollm2_model" in line or "smollm2_gsm8k" in line:
+            return
+        elif "pekoe run --resume" in line or (line.startswith("pekoe ") and "pekoe run" not in line):
+            text = line.replace("runs/quickstart/", f"{self.home}/quickstart/").replace(
+                " exported", f" {self.home}/out"
+            )
+            text = text.replace("areal.yaml", str(self.home / "areal.yaml"))
+        elif "pekoe run" in line:
+            text = f"{line} {self.smaller(line)}"
+        else:
+            raise AssertionError(f"no way is known to run {line!r}")
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=ROOT, env=environment, timeout=280, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{text}\n{done.stdout[-4000:]}"
+
+    def environment(self) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def smaller(self, line: str) -> str:
+        self.num_runs += 1
+        trial = "" if "trial_name=" in line else f"trial_name=docs-{self.num_runs}"
+        return (
+            f"{trial} total_train_steps=1 train_dataset.batch_size=2 gconfig.n_samples=4 evaluator.freq_steps=null "
+            f"actor.path={self.model} train_dataset.path={self.data} valid_dataset.path={self.data} "
+            f"valid_dataset.size=4 cluster.fileroot={self.home} rollout.keep_shards=true"
+        )
+
+
+AREAL = """
+experiment_name: gsm8k-grpo
+trial_name: trial0
+seed: 1
+total_train_epochs: 2
+allocation_mode: sglang:d4p1t1+fsdp:d4p1t1
+gconfig: {n_samples: 4, max_new_tokens: 1024, temperature: 1.0}
+rollout: {max_concurrent_rollouts: 256, max_head_offpolicyness: 2}
+actor: {path: Qwen/Qwen2.5-1.5B-Instruct, group_size: 4, eps_clip: 0.4}
+train_dataset: {batch_size: 256, path: openai/gsm8k, type: rl}
+"""
+
+
+@pytest.mark.timeout(900)
+def test_every_documented_command_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    (tmp_path / "areal.yaml").write_text(AREAL)
+    reader = Reader(tmp_path, tiny_model, sums)
+    typed = commands()
+    assert len(typed) > 15
+    began = time.monotonic()
+    for line in typed:
+        assert time.monotonic() - began < 800
+        reader.type(line)
+
+
+def test_documented_files_exist() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    assert shutil.which("bash")
