@@ -37,6 +37,10 @@ PREFILL_TOKENS_ACCELERATOR = 8192
 """Tokens of one prefill pass: what a pause may have to wait for."""
 
 
+GATHER_SECONDS = 0.001
+"""An idle engine starts when no request has come for this long: a group's samples come one after the other."""
+
+
 class EngineClosedError(RuntimeError):
     """The engine was closed while the request was under way, or before."""
 
@@ -227,6 +231,7 @@ class HfEngine:
     def _wait_for_work(self) -> bool:
         """True when there is something to compute, False when the engine closes."""
         with self._condition:
+            idle = not self._decoder.active
             while not self._closing:
                 self._decoder.waiting.extend(self._inbox)
                 self._inbox.clear()
@@ -239,7 +244,10 @@ class HfEngine:
                         self._any_cancelled = False
                         self._decoder.sweep()
                     if self._decoder.has_work(self.version):
-                        return True
+                        gathering = idle and len(self._decoder.waiting) < self._max_slots
+                        if not gathering or not self._condition.wait(GATHER_SECONDS):
+                            return True
+                        continue
                 self._condition.wait()
         return False
 
