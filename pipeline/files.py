@@ -1,4 +1,4 @@
-"""The thin layer that takes every durable write (shards, ledger, checkpoints, pointers), so that a fault can be put into each.
+"""The thin layer that takes every durable write (shards, ledger, checkpoints, pointers): one place to inject faults.
 
 A file appears whole or not at all: temporary name in the same folder, fsync, rename, fsync of the folder. Nothing here
 locks: on shared filesystems locks may lie.
@@ -70,7 +70,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_bytes(path: Path, retry_seconds: float = 5.0) -> bytes:
-    """Reads a small file; ENOENT and ESTALE (names and handles late on a network filesystem) are tried again for a while."""
+    """Reads a small file; ENOENT and ESTALE (late names and handles of a network filesystem) are tried again."""
     deadline = time.monotonic() + retry_seconds
     pause = 0.01
     while True:

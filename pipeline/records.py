@@ -99,7 +99,9 @@ class Trajectory:
         if not active.any():
             raise ValueError("trajectory: no token was sampled (loss_mask is 0 everywhere)")
         if active[0] or not 0 < self.prompt_length < n:
-            raise ValueError(f"trajectory: prompt_length {self.prompt_length} of {n} tokens; the first token is never sampled")
+            raise ValueError(
+                f"trajectory: prompt_length {self.prompt_length} of {n} tokens; the first token is never sampled"
+            )
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
             raise ValueError("trajectory: a log-prob is not finite or is positive")
         if not np.isfinite(self.reward):

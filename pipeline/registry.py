@@ -38,12 +38,14 @@ WEIGHT_TRANSPORTS = {
 
 
 def resolve(table: dict[str, str], name: str, key: str) -> Any:
-    """The object behind a registered name or a user's `module:attribute`; `key` is the configuration key for the error."""
+    """The object behind a registered name or a user's `module:attribute`; `key` names the configuration key."""
     target = table.get(name, name)
     if ":" not in target:
         near = difflib.get_close_matches(name, table, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{key}: {name!r} is not known{hint}; allowed: {', '.join(sorted(table))}, or module:attribute")
+        raise ValueError(
+            f"{key}: {name!r} is not known{hint}; allowed: {', '.join(sorted(table))}, or module:attribute"
+        )
     module, _, attribute = target.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -14,7 +14,7 @@ CHARACTERS = "0123456789+-= "
 
 
 def write_tiny_model(folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32, positions: int = 128) -> Path:
-    """Qwen3 in Hugging Face format, float32, tied embeddings; vocabulary: the characters above and three special tokens."""
+    """Qwen3 in Hugging Face format, float32, tied embeddings; the characters above and three special tokens."""
     import torch
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel

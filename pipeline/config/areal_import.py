@@ -15,6 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
 from pekoe.pipeline import registry
 from pekoe.pipeline.config.areal_keys import DEFAULTS, SECTION_DEFAULTS, Gone, Moved, rule_of
 from pekoe.pipeline.config.check import within_limits

@@ -18,6 +18,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
 from pekoe.pipeline.config.emit import escape, yaml_lines
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, keys_of

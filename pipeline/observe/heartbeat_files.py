@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+
 from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 

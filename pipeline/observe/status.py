@@ -7,13 +7,14 @@ import json
 import time
 from pathlib import Path
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
 from pekoe.pipeline.observe.metrics import read_metrics, series
 from pekoe.pipeline.observe.progress import duration
 from pekoe.pipeline.run_directory import RunDirectory
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 SILENT_SECONDS = 15.0
 """A rank that said nothing for this long is called silent."""

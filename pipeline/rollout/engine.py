@@ -57,7 +57,7 @@ class InferenceEngine(Protocol):
     """One engine owns one thread (or process) that decodes; all methods are thread-safe."""
 
     async def generate(self, request: GenerationRequest) -> Response:
-        """Cancelling the task aborts the request and frees its slot. Zero room for tokens gives an empty LENGTH response."""
+        """Cancelling the task aborts the request and frees its slot. Zero room gives an empty LENGTH response."""
         ...
 
     def pause(self) -> None:
@@ -65,8 +65,9 @@ class InferenceEngine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Paused only. Names must equal the model's Hugging Face names, else ValueError naming the difference; drops every
-        derived copy and the KV cache. After an exception the engine serves nothing until a full load succeeds."""
+        """Paused only. Names must equal the model's Hugging Face names, else ValueError naming the difference.
+
+        Drops every derived copy and the KV cache. After an exception the engine serves nothing until a full load."""
         ...
 
     def resume(self) -> None:
@@ -80,7 +81,7 @@ class InferenceEngine(Protocol):
     def wake(self) -> None: ...
 
     def logprobs(self, sequences: list[Int32]) -> list[Float32]:
-        """Token-aligned log-probs [T] (first is 0) at temperature 1 of given sequences: the engine-trainer check. Paused only."""
+        """Token-aligned log-probs [T] (first is 0) at temperature 1 of given sequences. Paused only."""
         ...
 
     def gauges(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
 from pekoe.pipeline.messages import (
     Assign,
     AssignEvaluation,

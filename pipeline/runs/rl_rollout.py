@@ -36,7 +36,8 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     set_phase = context.phase_of("rollout")
     set_phase("loading the engine")
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_path)
-    engine = build_engine(context, tokenizer)
+    with context.building:
+        engine = build_engine(context, tokenizer)
     receiver: WeightReceiver = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").receiver(
         transport_setup(context, "rollout")
     )
@@ -75,6 +76,7 @@ def build_engine(context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Inf
         max_slots=config.rollout.max_slots,
         context_limit=sequence_limit(config),
         deterministic=config.rollout.deterministic,
+        on_failure=lambda error: context.world.abort(error, "engine"),
     )
     return engine
 

@@ -45,7 +45,8 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     set_phase("forming the trainer group")
     form_trainer_group(context)
     set_phase("loading the model")
-    engine = build_engine(context)
+    with context.building:
+        engine = build_engine(context)
     sender: WeightSender = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").sender(
         transport_setup(context, "trainer")
     )

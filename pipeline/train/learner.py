@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.messages import (
     Commit,
@@ -40,6 +41,7 @@ from pekoe.pipeline.train.engine import LossFunction, TrainEngine
 
 if TYPE_CHECKING:
     import torch
+
     from pekoe.pipeline.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ class LearnerParts:
     read_rows: Callable[[Sequence[RowKey]], list[tuple[int, Trajectory]]]
     """In the order of the keys; raises BadRowsError."""
     add_advantages: Callable[[list[PackedBatch], list[list[float]], Sequence[int]], None]
-    """Given all group numbers of the global batch, puts `advantages` [M] into each batch's extra, from one advantage a sequence (may be collective)."""
+    """Puts `advantages` [M] into each batch's extra, from one advantage a sequence and all groups of the global batch.
+
+    May be collective."""
     make_loss: Callable[[int, int, int], LossFunction]
     """(active tokens, sequences of the global minibatch, version) -> its loss."""
     needs_prox_forward: bool

@@ -7,6 +7,7 @@ import random
 import msgspec
 import numpy as np
 import torch
+
 from pekoe.pipeline.devices.device import Device
 
 

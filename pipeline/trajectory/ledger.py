@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.run_directory import RunDirectory

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from pekoe.pipeline.messages import PublishedGroup, Row
 from pekoe.pipeline.records import Finish, Group, Trajectory
 

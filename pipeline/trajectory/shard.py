@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import PublishedGroup
 from pekoe.pipeline.records import Group, Int64, Trajectory

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from pekoe.pipeline.records import Group, Trajectory, epoch_and_position
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.shard import BadShard, Shard

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
 from pekoe.pipeline.messages import TensorSpec
 
 ALIGNMENT = 16

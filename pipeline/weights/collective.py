@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
 from pekoe.pipeline.weights.buckets import Bucket, BucketPlan, checksum, fill, plan_buckets, views
 from pekoe.pipeline.weights.meeting import Meeting

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from pekoe.pipeline import complete_folder, files
 from pekoe.pipeline.complete_folder import IncompleteFolderError
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
 from pekoe.pipeline.weights.buckets import Bucket, check_tensor, plan_buckets
 from pekoe.pipeline.weights.readers import Pin, Readers
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup, exhaust
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 BUCKETS_PER_FILE = 16
 

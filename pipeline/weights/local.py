@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
 from pekoe.pipeline.weights.buckets import check_tensor
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup, exhaust

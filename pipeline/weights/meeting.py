@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from pekoe.pipeline.weights.transport_setup import TransferError
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
+
+from pekoe.pipeline.weights.transport_setup import TransferError
 
 LOOK_SECONDS = 0.25
 GO, ERROR = "go", "error"

@@ -14,10 +14,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Work
+
 from pekoe.pipeline.devices.device import for_backend
 from pekoe.pipeline.weights.meeting import LOOK_SECONDS, Meeting, first_line
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Work
 
 MAY_DIFFER = ("_DEBUG", "_DEBUG_FILE", "_DEBUG_SUBSYS", "_SOCKET_IFNAME", "_IF_IP", "_IF_BASE_PORT", "_HOSTID")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+
 from pekoe.pipeline.prompts import prompt_ids
 from pekoe.pipeline.records import Example, Trajectory
 from pekoe.pipeline.rollout.engine import GenerationRequest

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
 from pekoe.pipeline.records import Finish, Group, Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory import schema

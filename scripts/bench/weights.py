@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from pekoe.pipeline.devices.device import for_backend
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
 from pekoe.pipeline.registry import WEIGHT_TRANSPORTS, resolve

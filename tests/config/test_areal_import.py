@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+
 from pekoe.launch.allocation import parse, place
 from pekoe.pipeline.config.actor import NormConfig, RejectionConfig
 from pekoe.pipeline.config.areal_import import import_areal

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from pekoe.launch.allocation import parse
 from pekoe.pipeline.config.check import check, context_limit, wrong_limits, wrong_types
 from pekoe.pipeline.config.load import from_yaml_text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.config.actor import NormConfig, RejectionConfig
 from pekoe.pipeline.config.load import from_yaml_text, load, preset_names, read_preset, to_yaml
 from pekoe.pipeline.config.run import RunConfig

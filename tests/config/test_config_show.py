@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pekoe.pipeline.config.show as show_module
 import pytest
+
+import pekoe.pipeline.config.show as show_module
 from pekoe.pipeline.config.load import from_yaml_text, load
 from pekoe.pipeline.config.schema import all_keys
 from pekoe.pipeline.config.show import key_table, refresh_docs, show

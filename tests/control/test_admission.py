@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.control.admission import Admission
 from pekoe.pipeline.control.group_table import GroupState, GroupTable, OutstandingGroup
 from pekoe.pipeline.messages import PublishedGroup, Row

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+
 from pekoe.pipeline.devices.cpu_device import CpuDevice
 from pekoe.pipeline.devices.cuda_device import CudaDevice
 from pekoe.pipeline.devices.device import Device, choose, for_backend

@@ -1,7 +1,7 @@
 """Every command in README and docs is run, in the order in which a reader meets it.
 
-Runs are made small by overrides behind the documented ones; paths of examples point to what the test made. A command that
-fits no rule below fails the test: a new command needs a way to be run.
+Runs are made small by overrides behind the documented ones; paths of examples point to what the test made. A command
+that fits no rule below fails the test: a new command needs a way to be run.
 """
 
 from __future__ import annotations

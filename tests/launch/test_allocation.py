@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.launch.allocation import AllocationError, check_engines, check_has_rollout, parse, place
 from pekoe.launch.placement import Dimensions, Part, Placement
 from pekoe.pipeline.config.run import RunConfig

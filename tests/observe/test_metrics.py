@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from pekoe.pipeline.observe.metrics import MetricsWriter, event_files, metrics_path, read_metrics, series
 from pekoe.pipeline.run_directory import RunDirectory
 

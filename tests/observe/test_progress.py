@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+
 from pekoe.pipeline.observe.progress import Progress, ProgressState, count, duration, line_of
 
 STATE = ProgressState(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.observe.metrics import MetricsWriter

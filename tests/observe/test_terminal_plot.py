@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from pekoe.pipeline.observe.terminal_plot import terminal_plot
 
 

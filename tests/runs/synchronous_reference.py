@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from digit_reward import digit_share
-from pekoe.pipeline.records import group_number, sampling_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pekoe.pipeline.records import group_number, sampling_seed
 
 
 @dataclass

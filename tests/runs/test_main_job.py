@@ -11,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from run_command import Outcome, base_overrides, environment, run
+
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.store import Store
-from run_command import Outcome, base_overrides, environment, run
 
 WORLDS: dict[str, dict[str, Any]] = {
     "split": {},

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.trajectory.shard import Shard
 from run_command import base_overrides, run
 from synchronous_reference import run_reference
+
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory.shard import Shard
 
 STEPS, BATCH, SAMPLES = 3, 4, 4
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from pekoe.pipeline.complete_folder import MARKER, IncompleteFolderError, verify
 from pekoe.pipeline.devices.cpu_device import CpuDevice
 from pekoe.pipeline.run_directory import RunDirectory

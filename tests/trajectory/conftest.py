@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from pekoe.pipeline.records import Finish, Group, Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.schema import ShardAttributes

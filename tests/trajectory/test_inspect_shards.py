@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from pekoe.pipeline.records import Finish, Group, Trajectory, group_number
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.inspect_shards import add_arguments, main

@@ -6,6 +6,7 @@ import errno
 import os
 
 import pytest
+
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published, PublishedGroup
 from pekoe.pipeline.run_directory import RunDirectory

@@ -11,6 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+
 from pekoe.pipeline.records import Group
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.sealed_file import BLOCK_BYTES, seal

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.records import Finish, Group, Trajectory
 from pekoe.pipeline.trajectory.schema import ShardAttributes, notice_groups
 from pekoe.pipeline.trajectory.shard import BadShard, Shard, encode_shard, write_shard

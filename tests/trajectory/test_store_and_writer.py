@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.records import Group, Trajectory

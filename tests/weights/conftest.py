@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
 from pekoe.pipeline.registry import WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.run_directory import RunDirectory

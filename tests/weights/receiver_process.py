@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+
 from pekoe.pipeline.messages import PrepareWeights
 from pekoe.pipeline.registry import WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.run_directory import RunDirectory

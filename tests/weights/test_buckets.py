@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pekoe.pipeline.messages import TensorSpec
 from pekoe.pipeline.weights.buckets import ALIGNMENT, checksum, fill, plan_buckets, views
 

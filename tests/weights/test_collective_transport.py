@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pekoe.pipeline.messages import TensorSpec
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.weights.collective import CollectiveTransport

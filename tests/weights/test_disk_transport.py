@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pekoe.pipeline import complete_folder
 from pekoe.pipeline.messages import PrepareWeights
 from pekoe.pipeline.run_directory import RunDirectory

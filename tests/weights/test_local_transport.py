@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pekoe.pipeline.messages import PrepareWeights
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.weights.local import LocalTransport
