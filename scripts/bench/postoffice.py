@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from bench_result import report
 
 TARGET = 5000.0
 
@@ -86,20 +86,8 @@ def main() -> int:
         "pickled_per_second": round(rates["pickled"], 1),
         "ratio": round(rates["office"] / rates["pickled"], 3),
     }
-    met = figures["notices_per_second"] >= TARGET
-    machine = f"{platform.machine()} {os.cpu_count()} cores, {arguments.ranks} ranks"
-    print(
-        json.dumps(
-            {
-                "name": "postoffice",
-                "figures": figures,
-                "targets": {"notices_per_second": TARGET},
-                "met": met,
-                "machine": machine,
-            }
-        )
-    )
-    return 0 if met else 1
+    targets = {"notices_per_second": (f">= {TARGET}", lambda rate: rate >= TARGET)}
+    return 0 if report("postoffice", figures, targets) else 1
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ must cost at most a fifth; buckets pay where every collective has a price of its
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -25,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_result import report
 
 from pekoe.pipeline.devices.device import for_backend
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
@@ -242,11 +240,8 @@ def main() -> int:
         print(f"{name:20} {value:10.4f}", flush=True)
     figures["speedup_over_per_tensor"] = round(figures["per_tensor_seconds"] / figures["bucketed_seconds"], 3)
     figures["times_a_copy"] = round(figures["bucketed_seconds"] / figures["copy_seconds"], 3)
-    targets = {"speedup_over_per_tensor": 0.8}
-    met = all(figures[name] >= value for name, value in targets.items())
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    print(json.dumps({"name": "weights", "figures": figures, "targets": targets, "met": met, "machine": machine}))
-    return 0
+    targets = {"speedup_over_per_tensor": (">= 0.8", lambda speedup: speedup >= 0.8)}
+    return 0 if report("weights", figures, targets) else 1
 
 
 if __name__ == "__main__":
