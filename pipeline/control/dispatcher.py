@@ -206,15 +206,21 @@ class Dispatcher:
         self._issue_again(group, group.try_number + 1)
 
     def drop_stale(self, version: int, waited_seconds: float) -> None:
-        """Applies `rollout.stale_policy` to running groups that must be in the batch at `version` and hold it up."""
-        rollout = self.config.rollout
-        if rollout.stale_policy == "wait" and waited_seconds < rollout.stale_wait_seconds:
-            return
-        late = self.table.overdue(version, self.want())
-        if rollout.stale_policy == "drop" and len(self.table.ready) + len(late) < self.want():
+        """Applies `rollout.stale_policy` to running groups that hold up the batch at `version`.
+
+        `drop` gives up groups that would be too old for the next step as soon as a batch is ready without them. Under
+        either policy nothing is waited for longer than `stale_wait_seconds`.
+        """
+        rollout, want = self.config.rollout, self.want()
+        late = self.table.overdue(version, want)
+        if waited_seconds >= rollout.stale_wait_seconds:
+            limit = time.monotonic() - rollout.stale_wait_seconds
+            late = late or [g for g in self.table.running() if g.since < limit]
+        elif rollout.stale_policy == "wait" or len(self.table.ready) < want:
             return
         for group in late:
-            logger.warning("group %d is %d steps old and still runs: cancelled", group.number, self.table.eta)
+            age = version - group.admitted_version
+            logger.warning("group %d was admitted %d steps ago and still runs: cancelled", group.number, age)
             self.post.send(group.rank, Cancel(group.number, group.try_number))
             self._stop_running(group)
             self.admission.reject()

@@ -153,6 +153,9 @@ class GroupTable:
         assert self.eta is not None
         return group.admitted_version + self.eta
 
+    def running(self) -> list[OutstandingGroup]:
+        return [g for g in self.groups.values() if g.state is GroupState.RUNNING]
+
     def in_shard(self, shard: str) -> list[OutstandingGroup]:
         return [g for g in self.ready.values() if g.shard == shard]
 

@@ -1,0 +1,236 @@
+"""A world in one process for the real controller: roles answer its messages as real ranks do, and can misbehave."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.control.controller import INBOX_KINDS, Controller, ControllerParts
+from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
+from pekoe.pipeline.control.step import StepRows
+from pekoe.pipeline.control.step_report import StepReport
+from pekoe.pipeline.control.weight_update import WeightUpdates
+from pekoe.pipeline.data.cursor import Cursor
+from pekoe.pipeline.messages import (
+    Assign,
+    AssignEvaluation,
+    Cancel,
+    Commit,
+    Evaluated,
+    Export,
+    Exported,
+    Finished,
+    Flush,
+    Hello,
+    Inbox,
+    Message,
+    Phase,
+    PhaseReached,
+    Plan,
+    PrepareWeights,
+    Published,
+    PublishedGroup,
+    PublishWeights,
+    Rejected,
+    Row,
+    RowsRead,
+    Save,
+    Saved,
+    StepDone,
+    StopRollout,
+    StopTrainer,
+    WeightsLoaded,
+    WeightsReady,
+    WeightsSent,
+)
+
+
+class Loopback:
+    """A post office between threads: each rank has one queue; messages for the controller go to its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self.rank, self.size = 0, ranks
+        self.control: Inbox = queue.SimpleQueue()
+        self.queues: dict[int, Inbox] = {rank: queue.SimpleQueue() for rank in range(ranks)}
+        self.sent: Counter[str] = Counter()
+        self.log: list[tuple[int, Message]] = []
+
+    def send(self, to: int, message: Message) -> None:
+        self.send_from(0, to, message)
+
+    def send_from(self, source: int, to: int, message: Message) -> None:
+        self.sent[type(message).__name__] += 1
+        self.log.append((to, message))
+        (self.control if isinstance(message, INBOX_KINDS) else self.queues[to]).put((source, message))
+
+    def inbox(self, *kinds: type[Message]) -> Inbox:
+        return self.control
+
+
+@dataclass
+class Faults:
+    """What goes wrong, as functions of what is asked."""
+
+    bad_shards: Callable[[Plan], Sequence[tuple[str, int, str]]] = lambda plan: ()
+    load_error: Callable[[PrepareWeights], str] = lambda message: ""
+    reject: Callable[[Assign], str] = lambda assign: ""
+    hang: Callable[[Assign], bool] = lambda assign: False
+    check: float = -1.0
+    """What the engine says of the check sequence; the trainer says -1."""
+
+
+@dataclass
+class World:
+    """One trainer rank (0) and some rollout ranks."""
+
+    config: RunConfig
+    num_examples: int
+    num_steps: int
+    num_rollout: int = 1
+    colocated: bool = False
+    faults: Faults = field(default_factory=Faults)
+    seed: int = 0
+    num_validation: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.rollout_ranks = [0] if self.colocated else list(range(1, 1 + self.num_rollout))
+        self.post = Loopback(1 + self.num_rollout)
+        self.cursor = Cursor(self.num_examples, 1, True, self.config.total_train_epochs)
+        self.consumed: list[tuple[int, list[int]]] = []
+        self.losses = Losses()
+        self.quarantined: list[str] = []
+        self.committed: list[int] = []
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+        self.open: dict[int, list[PublishedGroup]] = defaultdict(list)
+        self.engine_version = dict.fromkeys(self.rollout_ranks, 0)
+        self.num_shards = 0
+        self.tries: list[tuple[int, int]] = []
+        self.rng = random.Random(self.seed)
+        self.lock = threading.Lock()
+
+    def build(self, version: int = 0) -> Controller:
+        dispatcher = Dispatcher(self.config, self.post, self.cursor, self.rollout_ranks, self.num_steps)
+        weights = WeightUpdates(
+            self.post,
+            [0],
+            self.rollout_ranks,
+            lambda epoch, members: "here",
+            lambda: (),
+            self.config.rollout.logprob_gap_limit,
+        )
+        parts = ControllerParts(
+            post=self.post, inbox=self.post.control, trainer_ranks=[0], rollout_ranks=self.rollout_ranks,
+            colocated=self.colocated, dispatcher=dispatcher, weights=weights,
+            score=lambda rewards, *_: (rewards - rewards.mean(), np.ones(len(rewards), np.uint8)),
+            plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
+            record_step=self._record, quarantine=lambda shard, reason: self.quarantined.append(shard),
+            begin_checkpoint=lambda step: None, commit_checkpoint=self.committed.append,
+            abandon_checkpoint=lambda step: None,
+            report=StepReport(lambda step, values: self.metrics.append((step, dict(values))), lambda state: None),
+            stop_requested=self.stop.is_set, set_phase=lambda phase: None,
+        )  # fmt: skip
+        return Controller(self.config, parts, self.num_steps, version)
+
+    def run(self, version: int = 0) -> str:
+        """The controller in this thread, the roles in theirs."""
+        controller = self.build(version)
+        threads = [threading.Thread(target=self._trainer, daemon=True)]
+        threads += [] if self.colocated else [
+            threading.Thread(target=self._rollout, args=(rank,), daemon=True) for rank in self.rollout_ranks
+        ]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        return controller.run()
+
+    def _record(self, version: int, rows: StepRows, losses: Losses) -> None:
+        self.consumed.append((version, [group.number for group in rows.groups]))
+        self.losses.filtered += losses.filtered
+        self.losses.skipped += losses.skipped
+
+    def _tell(self, rank: int, message: Message) -> None:
+        self.post.send_from(rank, 0, message)
+
+    def _trainer(self) -> None:
+        self._tell(0, Hello("trainer", 0))
+        if self.colocated:
+            self._tell(0, Hello("rollout", 0))
+        while True:
+            _, message = self.post.queues[0].get()
+            match message:
+                case Plan():
+                    self._tell(0, RowsRead(message.version, message.round, tuple(self.faults.bad_shards(message))))
+                case Commit():
+                    self._tell(0, StepDone(message.version + 1, 0.0, {"train/loss": 0.0}))
+                case PublishWeights():
+                    self._tell(0, WeightsSent(message.version, 0.0, (-1.0,)))
+                case Save():
+                    self._tell(0, Saved(message.version, 0.0))
+                case Export():
+                    self._tell(0, Exported(message.version, message.path))
+                case StopTrainer():
+                    return
+                case _ if self.colocated:
+                    self._handle_rollout(0, message)
+
+    def _rollout(self, rank: int) -> None:
+        self._tell(rank, Hello("rollout", 0))
+        while True:
+            _, message = self.post.queues[rank].get()
+            if isinstance(message, StopRollout):
+                return
+            self._handle_rollout(rank, message)
+
+    def _handle_rollout(self, rank: int, message: Any) -> None:
+        match message:
+            case Assign():
+                self._sample(rank, message)
+            case AssignEvaluation():
+                version = self.engine_version[rank]
+                self._tell(
+                    rank, Evaluated(message.evaluation, message.example, (1.0,), (3,), (False,), version, version)
+                )
+            case Flush():
+                self._publish(rank)
+            case PrepareWeights():
+                self._tell(rank, WeightsReady(message.version, message.epoch))
+                error = self.faults.load_error(message)
+                if not error:
+                    self.engine_version[rank] = message.version
+                self._tell(rank, WeightsLoaded(message.version, 0.0, () if error else (self.faults.check,), error))
+            case Phase():
+                self._tell(rank, PhaseReached(message.version))
+            case Cancel():
+                pass
+
+    def _sample(self, rank: int, assign: Assign) -> None:
+        with self.lock:
+            self.tries.append((assign.group, assign.try_number))
+        if self.faults.hang(assign):
+            return
+        if reason := self.faults.reject(assign):
+            self._tell(rank, Rejected(assign.group, assign.try_number, reason, "because"))
+            return
+        first, version = len(self.open[rank]) * assign.n_samples, assign.min_version
+        rows = tuple(Row(first + n, n, 5, 3, float(n), version, version, False) for n in range(assign.n_samples))
+        self.open[rank].append(PublishedGroup(assign.group, assign.try_number, rows))
+        self._tell(rank, Finished(assign.group, assign.try_number))
+        if self.rng.random() < 0.2:
+            self._publish(rank)
+
+    def _publish(self, rank: int) -> None:
+        if not self.open[rank]:
+            return
+        with self.lock:
+            self.num_shards += 1
+            name = f"shards/0-rank-{rank}/{self.num_shards:06d}.h5"
+        self._tell(rank, Published(name, tuple(self.open[rank])))
+        self.open[rank] = []
