@@ -98,6 +98,15 @@ class Dispatcher:
         tries.update({number: try_number for number, _, try_number in self.reissues if try_number})
         return {"cursor": self.cursor.state(), "tries": tries, "counts": dict(self.counts)}
 
+    def gauges(self) -> dict[str, float]:
+        """Counts for heartbeats; may be called from another thread."""
+        return {
+            "running": float(self.admission.running),
+            "ready": float(len(self.table.ready)),
+            "outstanding": float(len(self.table.groups)),
+            "reissues": float(len(self.reissues)),
+        }
+
     def restore(self, state: dict[str, Any], version: int) -> None:
         """After a checkpoint at `version`: everything consumed then, nothing running; open groups come again.
 

@@ -36,6 +36,7 @@ class World(Protocol):
     attempt: int
     post: Post
     stop_requested: threading.Event
+    gauges: Callable[[], dict[str, float]] | None
 
     def share(self, value: Any, root: int = 0) -> Any: ...
     def start(self, name: str, target: Callable[[], Any]) -> None: ...
@@ -95,6 +96,17 @@ class RunContext:
     """Held while a model is built: transformers changes global state meanwhile, and a colocated rank builds two."""
     phases: dict[str, str] = field(default_factory=dict)
     """What each thread of this rank is doing."""
+
+    gauges: dict[str, Callable[[], dict[str, float]]] = field(default_factory=dict)
+    """What the parts of this rank measure, for heartbeats."""
+
+    def add_gauges(self, who: str, read: Callable[[], dict[str, float]]) -> None:
+        """Heartbeats show them as `who/name`; `read` is called on the main thread."""
+        self.gauges[who] = read
+        self.world.gauges = self.read_gauges
+
+    def read_gauges(self) -> dict[str, float]:
+        return {f"{who}/{name}": value for who, read in list(self.gauges.items()) for name, value in read().items()}
 
     @property
     def torch_device(self) -> torch.device:

@@ -47,6 +47,7 @@ def lead(
     metrics = MetricsWriter(run, world.attempt, tensorboard=config.stats_logger.tensorboard)
     if world.attempt > 0:
         go_back(context, cursor, dispatcher, ledger, store, metrics)
+    context.add_gauges("control", dispatcher.gauges)
     progress = Progress(config.stats_logger.progress)
     validation = validation_data(config)
     account = Account(ledger, store, checkpoints, dispatcher, config.rollout.keep_shards)
