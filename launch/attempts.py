@@ -23,7 +23,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 """Where `pipeline/` and `launch/` lie: what the snapshot copies."""
 FIXED_KEYS = (
     "experiment_name", "trial_name", "cluster.fileroot", "task", "seed", "train_dataset", "actor.path",
-    "tokenizer_path", "gconfig.n_samples", "workflow", "reward.name",
+    "tokenizer_path", "gconfig.n_samples", "gconfig.temperature", "workflow", "reward.name", "reward.args",
 )  # fmt: skip
 """What a resumed run must not change: shards, ledger and checkpoints of earlier attempts were made under it."""
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("PEKOE_TRACEBACK"):
             raise
         print(f"pekoe: {error}", file=sys.stderr)

@@ -43,10 +43,14 @@ class Pulse:
         if world.rank == 0 and world.size > 1:
             self._listeners.add(1)
         self._leads = leader == world.rank
+        self.listen_from_now()
+
+    def listen_from_now(self) -> None:
+        """Silence counts from here: before `serve` nobody sends."""
         now = time.monotonic()
-        if world.rank == 0:
-            self._heard = dict.fromkeys(range(1, world.size), now)
-        elif world.rank == 1:
+        if self.world.rank == 0:
+            self._heard = dict.fromkeys(range(1, self.world.size), now)
+        elif self.world.rank == 1:
             self._heard = {0: now}
 
     def open_files(self, run: RunDirectory, attempt: int) -> None:

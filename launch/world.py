@@ -196,6 +196,7 @@ class World:
     def serve(self, done: threading.Event) -> None:
         """The main thread's loop until `done` is set by a worker. Does not return from a failure: it aborts the
         world."""
+        self._pulse.listen_from_now()
         while not done.is_set():
             self._turn()
 

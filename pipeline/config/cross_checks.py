@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pekoe.pipeline import registry
+from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import shown
@@ -172,6 +173,17 @@ def _check_batch(config: RunConfig, findings: Findings) -> None:
             spec.granularity,
             f"is not allowed; allowed: a divisor of gconfig.n_samples ({config.gconfig.n_samples})",
         )
+    if config.actor.mask_truncated and spec.granularity > 1:
+        findings.wrong(
+            "actor.mask_truncated",
+            True,
+            f"is not allowed with actor.mb_spec.granularity {spec.granularity}: rows that stay together would be torn; "
+            "allowed: false, or granularity 1",
+        )
+    valid, default = config.valid_dataset, DatasetConfig()
+    for name in ("batch_size", "shuffle") if valid is not None else ():
+        if getattr(valid, name) != getattr(default, name):
+            findings.warn(f"valid_dataset.{name}", getattr(valid, name), "has no effect: every example is taken once")
     if spec.max_sequences_per_mb is not None and spec.max_sequences_per_mb < spec.granularity:
         findings.wrong(
             "actor.mb_spec.max_sequences_per_mb",

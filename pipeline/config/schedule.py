@@ -20,7 +20,7 @@ class RecoverConfig:
     """Checkpoints for resuming."""
 
     freq_steps: int | None = setting(
-        None, "checkpoint every so many steps; null = only on a signal and at the end", minimum=1
+        50, "checkpoint every so many steps; null = only on a signal and at the end", minimum=1
     )
     keep: int = setting(2, "complete checkpoints kept", minimum=1)
 
@@ -33,7 +33,6 @@ class EvaluatorConfig:
     at_start: bool = setting(False, "evaluate before the first step")
     at_end: bool = setting(False, "evaluate after the last step")
     block: bool = setting(False, "training and rollout wait, so that one version is measured")
-    n_samples: int = setting(1, "completions per example", minimum=1)
 
 
 @dataclass

@@ -89,6 +89,10 @@ class ControllerParts:
     num_validation: int
     record_step: Callable[[int, StepRows, Losses], None]
     """Writes the ledger: what the step that made this version consumed, and what was lost since the last one."""
+    record_end: Callable[[int, Losses], None]
+    """Writes the ledger: what was lost after the last step."""
+    done_before: frozenset[str]
+    """Of a resumed run: which of `export` and `evaluation` exist at the version it begins at."""
     quarantine: Callable[[str, str], None]
     begin_checkpoint: Callable[[int], object]
     commit_checkpoint: Callable[[int], None]
@@ -115,7 +119,10 @@ class Controller:
         self.admitting = False
         self.waiting_for = "start"
         self.saved_version = version if version else -1
-        self.exported_version = -1
+        self.exported_version = version if "export" in parts.done_before else -1
+        self.evaluated_version = version if "evaluation" in parts.done_before else -1
+        self.round = 0
+        self.first_version = version
         self.last_progress = time.monotonic()
 
     def run(self) -> str:
@@ -124,12 +131,14 @@ class Controller:
         self.parts.report.begin()
         if self.resumed:
             self.update_weights()
+            self.at_intervals()
         if self.config.evaluator.at_start and self.version == 0:
             self.evaluate(self.config.evaluator.block)
         self.admitting = True
         while self.version < self.num_steps and not self.parts.stop_requested():
             batch = self.gather()
             if not batch:
+                self._check_early_end()
                 break
             if not self.train(batch):
                 continue
@@ -170,7 +179,7 @@ class Controller:
         self.rows_read.clear()
         self.steps_done.clear()
         for rank, plan in zip(
-            self.parts.trainer_ranks, make_plans(rows, self.parts.plan_rows, self.version, 0), strict=True
+            self.parts.trainer_ranks, make_plans(rows, self.parts.plan_rows, self.version, self.round), strict=True
         ):
             self.parts.post.send(rank, plan)
         self.wait(lambda: len(self.rows_read) == len(self.parts.trainer_ranks) or None, "trainer ranks to read rows")
@@ -178,9 +187,10 @@ class Controller:
         if bad or self.parts.stop_requested():
             self._call_off(bad)
             return False
-        self._tell_trainers(Commit(self.version, 0))
+        self._tell_trainers(Commit(self.version, self.round))
         self.wait(lambda: len(self.steps_done) == len(self.parts.trainer_ranks) or None, "the training step")
         self.version += 1
+        self.round = 0
         losses = self.parts.dispatcher.consume(batch)
         self.parts.record_step(self.version, rows, losses)
         stats = {**self.steps_done[self.parts.trainer_ranks[0]].stats, "version": float(self.version)}
@@ -223,7 +233,8 @@ class Controller:
         self.saved.clear()
         self.parts.begin_checkpoint(self.version)
         state = msgspec.msgpack.encode({"version": self.version, **self.parts.dispatcher.state()})
-        self._tell_trainers(Save(self.version, state))
+        for rank in self.parts.trainer_ranks:
+            self.parts.post.send(rank, Save(self.version, state if rank == self.parts.post.rank else b""))
         self.wait(lambda: len(self.saved) == len(self.parts.trainer_ranks) or None, "the checkpoint")
         errors = [m.error for m in self.saved.values() if m.error]
         if errors:
@@ -244,39 +255,45 @@ class Controller:
 
     def evaluate(self, block: bool) -> None:
         """Starts an evaluation; `block` waits for it, with nothing else running, so that one version is measured."""
-        if not self.parts.num_validation:
+        if not self.parts.num_validation or self.evaluated_version == self.version:
             return
-        if self.evaluation is not None:
-            self.wait(lambda: self.evaluation is None or self.evaluation.is_complete or None, "the last evaluation")
-            self._end_evaluation()
+        self._await_evaluation("the last evaluation")
+        if self.parts.stop_requested():
+            return
+        self.evaluated_version = self.version
         self.evaluation = Evaluation(
-            self.version, self.parts.num_validation, self.config.evaluator.n_samples,
+            self.version, self.parts.num_validation, (self.config.eval_gconfig or self.config.gconfig).n_samples,
             self.parts.rollout_ranks, self.parts.post,
         )  # fmt: skip
         self.evaluation.begin()
         if block:
             admitting, self.admitting = self.admitting, False
-            self.wait(
-                lambda: (self.evaluation is None or self.evaluation.is_complete or self.parts.stop_requested()) or None,
-                f"the evaluation of version {self.version}",
-            )
+            self._await_evaluation(f"the evaluation of version {self.version}")
             self.admitting = admitting
-            self._end_evaluation()
+
+    def _await_evaluation(self, reason: str) -> None:
+        """Until the running evaluation is over, if there is one; a stop gives it up."""
+        if self.evaluation is None:
+            return
+        self.wait(
+            lambda: (self.evaluation is None or self.evaluation.is_complete or self.parts.stop_requested()) or None,
+            reason,
+        )
+        self._end_evaluation()
 
     def finish(self) -> str:
-        """Last evaluation, checkpoint and export (on a signal only the checkpoint); then everybody is told to stop."""
+        """Checkpoint, export, last evaluation (after a stop the checkpoint only); then everybody is told to stop."""
         self.admitting = False
-        signalled = self.parts.stop_requested()
-        if not signalled:
+        self.checkpoint()
+        if not self.parts.stop_requested():
+            if self.config.saver.at_end:
+                self.export()
+            self._await_evaluation("the last evaluation")
             if self.config.evaluator.at_end:
                 self.evaluate(block=True)
-            elif self.evaluation is not None:
-                self.wait(lambda: self.evaluation is None or self.evaluation.is_complete or None, "the last evaluation")
-                self._end_evaluation()
-        self.checkpoint()
-        if self.config.saver.at_end and not signalled:
-            self.export()
-        outcome = "signal" if signalled else "finished"
+        outcome = "signal" if self.parts.stop_requested() else "finished"
+        if outcome == "finished":
+            self.parts.record_end(self.version, self.parts.dispatcher.take_losses())
         for rank in self.parts.rollout_ranks:
             self.parts.post.send(rank, StopRollout(outcome))
         self._tell_trainers(StopTrainer(outcome))
@@ -340,7 +357,8 @@ class Controller:
             case Rejected():
                 self.parts.dispatcher.on_rejected(message)
             case RowsRead():
-                self.rows_read[source] = message
+                if (message.version, message.round) == (self.version, self.round):
+                    self.rows_read[source] = message
             case StepDone():
                 self.steps_done[source] = message
             case WeightsReady():
@@ -365,6 +383,18 @@ class Controller:
             case _:
                 raise AssertionError(f"the controller cannot handle {message!r}")
 
+    def _check_early_end(self) -> None:
+        """The data ended before the steps did: normal when groups were filtered, an error when none was left."""
+        if self.parts.stop_requested():
+            return
+        counts = dict(self.parts.dispatcher.counts)
+        if self.version == self.first_version:
+            raise NoProgress(
+                f"the data ended before a step could be made: every group was filtered or skipped ({counts}); look at "
+                "what the workflow returns"
+            )
+        logger.warning("the data ended after %d of %d steps (%s)", self.version, self.num_steps, counts)
+
     def _everybody_is_here(self) -> bool | None:
         trainers = all("trainer" in self.hello.get(rank, ()) for rank in self.parts.trainer_ranks)
         return (trainers and all("rollout" in self.hello.get(rank, ()) for rank in self.parts.rollout_ranks)) or None
@@ -381,7 +411,8 @@ class Controller:
         for shard, reason in {shard: reason for shard, _, reason in bad}.items():
             self.parts.quarantine(shard, reason)
             self.parts.dispatcher.replace_shard(shard)
-        self._tell_trainers(Replan(self.version, 0))
+        self._tell_trainers(Replan(self.version, self.round))
+        self.round += 1
         if self.parts.colocated:
             for rank in self.parts.rollout_ranks:
                 self.parts.post.send(rank, Wake(self.version))

@@ -64,6 +64,9 @@ class RankLoads:
     def add(self, rank: int, amount: int) -> None:
         self.loads[rank] += amount
         heapq.heappush(self._heap, (self.loads[rank], rank))
+        if len(self._heap) > 4 * len(self.loads) + 64:
+            self._heap = [(load, one) for one, load in self.loads.items()]
+            heapq.heapify(self._heap)
 
     def least(self) -> int:
         while self._heap[0][0] != self.loads[self._heap[0][1]]:
@@ -94,9 +97,13 @@ class Dispatcher:
 
     def state(self) -> dict[str, Any]:
         """Snapshot at a step boundary: plain values for the checkpoint."""
-        tries = {g.number: g.try_number for g in self.table.groups.values() if g.try_number}
+        tries = {**self.tries, **{g.number: g.try_number for g in self.table.groups.values() if g.try_number}}
         tries.update({number: try_number for number, _, try_number in self.reissues if try_number})
-        return {"cursor": self.cursor.state(), "tries": tries, "counts": dict(self.counts)}
+        losses = {
+            "filtered": [(loss.group, loss.try_number, loss.reason) for loss in self.losses.filtered],
+            "skipped": [(loss.group, loss.try_number, loss.reason) for loss in self.losses.skipped],
+        }
+        return {"cursor": self.cursor.state(), "tries": tries, "counts": dict(self.counts), "losses": losses}
 
     def gauges(self) -> dict[str, float]:
         """Counts for heartbeats; may be called from another thread."""
@@ -116,16 +123,22 @@ class Dispatcher:
         self.admission.accepted = version * self.admission.batch
         self.tries = {int(number): int(try_number) for number, try_number in state["tries"].items()}
         self.counts.update(state["counts"])
+        self.losses = Losses(
+            [Loss(*loss) for loss in state["losses"]["filtered"]], [Loss(*loss) for loss in state["losses"]["skipped"]]
+        )
 
     def adopt(self, notices: Sequence[Published], version: int) -> set[str]:
         """After `restore`: shards of an earlier attempt, of weights common to all attempts, are used as they are.
 
-        The first shard of a group counts; groups that have ended or would be too old are left out. Returns the
-        shards that are needed.
+        The first shard of a group counts; groups that have ended, would be too old or do not fit any more (smaller
+        limits than before) are left out, to be sampled again. Returns the shards that are needed.
         """
         kept = set()
+        longest = self.config.actor.mb_spec.max_tokens_per_mb
         for notice in notices:
             for published in notice.groups:
+                if self.admission.capacity() <= 0 or any(row.length > longest for row in published.rows):
+                    continue
                 oldest = min(row.min_version for row in published.rows)
                 too_old = self.table.eta is not None and oldest + self.table.eta < version
                 if too_old or published.group in self.table.groups or self.cursor.is_closed(published.group):
@@ -258,6 +271,10 @@ class Dispatcher:
         if len(batch) < self.admission.batch:
             self.admission.consume_short(len(batch))
         self.admission.version += 1
+        return self.take_losses()
+
+    def take_losses(self) -> Losses:
+        """Groups that ended without being trained on since this was asked last."""
         losses, self.losses = self.losses, Losses()
         return losses
 

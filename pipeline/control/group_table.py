@@ -32,6 +32,8 @@ class OutstandingGroup:
     since: float
     """When it was admitted (monotonic seconds)."""
     state: GroupState = GroupState.RUNNING
+    flush_asked: bool = False
+    """Its rank was told to publish the shard in which it lies."""
     shard: str = ""
     rows: tuple[Row, ...] = ()
 
@@ -98,14 +100,20 @@ class GroupTable:
         return sorted(selection.chosen, key=lambda g: g.number)
 
     def ranks_to_flush(self, version: int, want: int | None = None) -> set[int]:
-        """Ranks whose open shards hold what the batch lacks, once publishing them would complete it."""
+        """Ranks whose open shards hold what the batch lacks, once publishing them would complete it.
+
+        A rank is named once for what it holds now.
+        """
         finished = [g for g in self.groups.values() if g.state is GroupState.FINISHED]
         if not finished:
             return set()
         selection = self.select(version, want, [*self.ready.values(), *finished])
         if selection.lacking:
             return set()
-        return {g.rank for g in selection.chosen if g.state is GroupState.FINISHED}
+        ranks = {g.rank for g in selection.chosen if g.state is GroupState.FINISHED and not g.flush_asked}
+        for group in finished:
+            group.flush_asked = group.flush_asked or group.rank in ranks
+        return ranks
 
     def overdue(self, version: int, want: int | None = None) -> list[OutstandingGroup]:
         """RUNNING groups that hold up the step at `version` although enough others are ready, oldest first."""
@@ -155,6 +163,10 @@ class GroupTable:
 
     def running(self) -> list[OutstandingGroup]:
         return [g for g in self.groups.values() if g.state is GroupState.RUNNING]
+
+    def shards(self) -> set[str]:
+        """Shards that READY groups lie in."""
+        return {g.shard for g in self.ready.values()}
 
     def in_shard(self, shard: str) -> list[OutstandingGroup]:
         return [g for g in self.ready.values() if g.shard == shard]

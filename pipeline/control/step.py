@@ -28,10 +28,6 @@ class StepRows:
     advantages: Float64  # [N]
     trains: UInt8  # [N]
 
-    @property
-    def mean_reward(self) -> float:
-        return float(np.mean([row.reward for _, row in self.rows]))
-
 
 def score_batch(groups: Sequence[OutstandingGroup], score: ScoreRows) -> StepRows:
     """Rewards of the whole batch become one advantage a row (normalised over true groups)."""

@@ -92,7 +92,6 @@ class RolloutLoop:
 
     def __init__(self, parts: RolloutParts) -> None:
         self.parts = parts
-        self.events: queue.SimpleQueue[GroupDone | Rejected | Evaluated] = queue.SimpleQueue()
         self.executor: Executor | None = None
         self.is_paused = False
         self.is_asleep = False

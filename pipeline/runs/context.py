@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 HEAD = 0
 """World rank of the head: trainer ranks come first."""
@@ -106,7 +109,14 @@ class RunContext:
         self.world.gauges = self.read_gauges
 
     def read_gauges(self) -> dict[str, float]:
-        return {f"{who}/{name}": value for who, read in list(self.gauges.items()) for name, value in read().items()}
+        """What all parts say now; one that cannot say is left out, since a gauge must not end a run."""
+        found = {}
+        for who, read in list(self.gauges.items()):
+            try:
+                found.update({f"{who}/{name}": value for name, value in read().items()})
+            except RuntimeError:
+                logger.debug("the gauges of %s cannot be read", who, exc_info=True)
+        return found
 
     @property
     def torch_device(self) -> torch.device:
@@ -125,7 +135,7 @@ class RunContext:
 
         def set_phase(phase: str) -> None:
             self.phases[who] = phase
-            self.world.set_phase("; ".join(f"{name}: {text}" for name, text in self.phases.items()))
+            self.world.set_phase("; ".join(f"{name}: {text}" for name, text in list(self.phases.items())))
 
         return set_phase
 
@@ -135,6 +145,12 @@ def sequence_limit(config: RunConfig) -> int:
     budget = config.actor.mb_spec.max_tokens_per_mb
     limit = context_limit(config, model_context_limit(config.actor.path))
     return budget if limit is None else min(limit, budget)
+
+
+def evaluation_limit(config: RunConfig) -> int:
+    """Most tokens of prompt plus completion in evaluation: its own `max_tokens` where given (nothing is trained on)."""
+    own = config.eval_gconfig.max_tokens if config.eval_gconfig is not None else None
+    return sequence_limit(config) if own is None else own
 
 
 def model_facts(path: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def export(run: RunDirectory, config: RunConfig, engine_name: str, out: Path, st
         config.actor,
         token_logprobs=token_logprobs,
         device=device,
-        weight_dtype="float32",
+        weight_dtype=config.rollout.dtype,
         total_steps=1,
         seed=config.seed,
     )

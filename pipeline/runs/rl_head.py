@@ -17,10 +17,11 @@ from pekoe.pipeline.control.step import Assignment, StepRows
 from pekoe.pipeline.control.step_report import StepReport
 from pekoe.pipeline.control.weight_update import WeightUpdates
 from pekoe.pipeline.data.cursor import Cursor
-from pekoe.pipeline.observe.metrics import MetricsWriter
+from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
 from pekoe.pipeline.observe.progress import Progress
 from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.records import Float64, Int64, UInt8
+from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.context import RunContext
 from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
 from pekoe.pipeline.runs.start import training_data, validation_data
@@ -45,8 +46,10 @@ def lead(
     dispatcher = Dispatcher(config, world.post, cursor, context.ranks.rollout_ranks, context.num_steps)
     ledger = Ledger(run)
     metrics = MetricsWriter(run, world.attempt, tensorboard=config.stats_logger.tensorboard)
+    done_before: frozenset[str] = frozenset()
     if world.attempt > 0:
         go_back(context, cursor, dispatcher, ledger, store, metrics)
+        done_before = done_at(run, version)
     context.add_gauges("control", dispatcher.gauges)
     progress = Progress(config.stats_logger.progress)
     validation = validation_data(config)
@@ -73,6 +76,8 @@ def lead(
             plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
             num_validation=0 if validation is None else len(validation),
             record_step=account.record_step,
+            record_end=account.record_end,
+            done_before=done_before,
             quarantine=lambda shard, reason: _quarantine(store, shard, reason),
             begin_checkpoint=checkpoints.begin,
             commit_checkpoint=account.commit_checkpoint,
@@ -89,7 +94,10 @@ def lead(
     finally:
         progress.close()
         metrics.close()
-    print(report(run), flush=True)
+    try:
+        print(report(run), flush=True)
+    except Exception:
+        logger.exception("the report could not be made; the run itself has ended well (pekoe report %s)", run.path)
 
 
 class Account:
@@ -113,13 +121,16 @@ class Account:
         )
         self._consumed_from.update(entry.shard for entry in consumed)
 
+    def record_end(self, version: int, losses: Losses) -> None:
+        self._ledger.record_end(version, _entries(losses.filtered), _entries(losses.skipped))
+
     def commit_checkpoint(self, version: int) -> None:
         """Complete or nothing; then the shards that nobody needs any more are deleted."""
         self._checkpoints.commit(version)
         self._checkpoints.prune()
         if self._keep_shards:
             return
-        spent = {shard for shard in self._consumed_from if not self._dispatcher.table.in_shard(shard)}
+        spent = self._consumed_from - self._dispatcher.table.shards()
         self._store.collect(sorted(spent))
         self._consumed_from -= spent
 
@@ -132,13 +143,28 @@ def go_back(
     ledger.set_aside_after(version)
     metrics.truncate_after(version)
     kept: set[str] = set()
+    consumed = {entry.shard for record in ledger.read(version) for entry in record.consumed}
     if context.start.checkpoint:
         state = msgspec.msgpack.decode((Path(context.start.checkpoint) / CONTROLLER_STATE).read_bytes())
         cursor.restore(state["cursor"])
         dispatcher.restore(state, version)
         kept = dispatcher.adopt(store.adoptable(version), version)
+    if context.config.rollout.keep_shards:
+        kept |= consumed
+    else:
+        store.collect(sorted(consumed - kept))
     store.set_aside_unknown(context.world.attempt, kept)
     logger.info("attempt %d goes on from version %d with %d shards", context.world.attempt, version, len(kept))
+
+
+def done_at(run: RunDirectory, version: int) -> frozenset[str]:
+    """What an earlier attempt has finished at the version that this one begins at."""
+    done = set()
+    if (run.exports / f"step-{version}").is_dir():
+        done.add("export")
+    if any(line.step == version and "eval/accuracy" in line.values for line in read_metrics(run)):
+        done.add("evaluation")
+    return frozenset(done)
 
 
 def score_rows(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import threading
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ from pekoe.pipeline.rollout.engine import InferenceEngine, SamplingParameters
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
-from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, sequence_limit
+from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
 from pekoe.pipeline.runs.rl_trainer import transport_name
 from pekoe.pipeline.runs.start import training_data, validation_data
 from pekoe.pipeline.runs.transports import transport_setup
@@ -25,6 +25,7 @@ from pekoe.pipeline.weights.transport import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
+EXECUTOR_STOP_SECONDS = 15.0
 EPISODES_PER_SLOT = 4
 """Episodes under way for each slot of the engine: enough to refill it while others wait for rewards."""
 
@@ -59,9 +60,16 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     context.add_gauges("engine", engine.gauges)
     context.add_gauges("executor", executor.gauges)
     context.add_gauges("reward", pool.gauges)
-    world.start("executor", executor.run)
+    executor_ended = threading.Event()
+
+    def run_executor() -> None:
+        executor.run()
+        executor_ended.set()
+
+    world.start("executor", run_executor)
     world.post.send(HEAD, Hello("rollout", context.start.version))
     outcome = loop.run(executor)
+    executor_ended.wait(EXECUTOR_STOP_SECONDS)
     receiver.close()
     engine.close()
     return outcome
@@ -77,7 +85,7 @@ def build_engine(context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Inf
         dtype=config.rollout.dtype,
         device=context.torch_device,
         max_slots=config.rollout.max_slots,
-        context_limit=sequence_limit(config),
+        context_limit=max(sequence_limit(config), evaluation_limit(config)),
         deterministic=config.rollout.deterministic,
         on_failure=lambda error: context.world.abort(error, "engine"),
     )
@@ -94,9 +102,9 @@ def build_executor(
     """Training and evaluation episodes differ in their examples and in how they are sampled."""
     config = context.config
 
-    def workflow(sampling: GenerationConfig) -> Workflow:
+    def workflow(sampling: GenerationConfig, limit: int) -> Workflow:
         built: Workflow = resolve(WORKFLOWS, config.workflow.name, "workflow.name")(
-            WorkflowContext(tokenizer, sampling_parameters(sampling), pool, sequence_limit(config)),
+            WorkflowContext(tokenizer, sampling_parameters(sampling), pool, limit),
             **config.workflow.args,
         )
         return built
@@ -104,7 +112,9 @@ def build_executor(
     training, validation = training_data(config), validation_data(config)
     evaluation = None
     if validation is not None:
-        evaluation = EpisodeSource(workflow(config.eval_gconfig or config.gconfig), validation.__getitem__)
+        evaluation = EpisodeSource(
+            workflow(config.eval_gconfig or config.gconfig, evaluation_limit(config)), validation.__getitem__
+        )
     return Executor(
         ExecutorSettings(
             run_seed=config.seed,
@@ -114,7 +124,7 @@ def build_executor(
             fatal=(RewardFailure,),
         ),
         engine,
-        EpisodeSource(workflow(config.gconfig), training.__getitem__),
+        EpisodeSource(workflow(config.gconfig, sequence_limit(config)), training.__getitem__),
         evaluation,
         loop,
     )
@@ -157,10 +167,12 @@ class Receiving:
         self._receiver.prepare(message)
 
     def load(self, engine: InferenceEngine, version: int) -> None:
-        """An engine that refuses leaves the stream unread: closing it tells the sender."""
-        stream = self._receiver.receive(version)
-        with contextlib.closing(stream):  # type: ignore[type-var]
-            engine.load_weights(stream, version)
+        """An engine that refuses leaves the stream unread: the sender must hear of it."""
+        try:
+            engine.load_weights(self._receiver.receive(version), version)
+        except BaseException as error:
+            self._receiver.abandon(f"{type(error).__name__}: {error}")
+            raise
 
     def close(self) -> None:
         self._receiver.close()

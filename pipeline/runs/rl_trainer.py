@@ -29,6 +29,7 @@ from pekoe.pipeline.train.learner import INBOX_KINDS, BadRowsError, Learner, Lea
 from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state
 from pekoe.pipeline.trajectory.store import BadRows, Store
 from pekoe.pipeline.weights.transport import WeightSender
+from pekoe.pipeline.weights.transport_setup import TransferError
 
 if TYPE_CHECKING:
     from pekoe.pipeline.runs.rl import Crew
@@ -51,7 +52,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
         transport_setup(context, "trainer")
     )
     store = Store(context.run)
-    checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
+    checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt, hashed=False)
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
         load_checkpoint(context, engine)
@@ -89,6 +90,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
                 version=version,
             ),
             needs_prox_forward=needs_prox_forward(config.actor),
+            transfer_error=TransferError,
             send_weights=send_weights,
             check_sequences=check_sequences(config),
             checkpoint_folder=checkpoints.part,
@@ -166,6 +168,8 @@ def add_advantages(
 ) -> None:
     """Places each sequence's advantage on its last active token, spreads it (GAE without a critic), normalises."""
     actor = context.config.actor
+    if not batches:
+        return
     for batch, outcomes in zip(batches, rows, strict=True):
         mask, cu_seqlens = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.cu_seqlens)
         placed = place_outcomes(torch.tensor(outcomes, dtype=torch.float64), mask, cu_seqlens)

@@ -47,7 +47,7 @@ def _limited(dataset: Dataset, config: RunConfig, limit: int | None) -> Dataset:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
-    kept, num_left_out = filter_by_length(dataset, tokenizer, limit)
+    kept, num_left_out = filter_by_length(dataset, tokenizer, limit, config.workflow.args.get("template_args"))
     if num_left_out:
         logger.warning("%d of %d prompts have more than %d tokens and are left out", num_left_out, len(dataset), limit)
     return kept

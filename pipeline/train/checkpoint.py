@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """There are checkpoints, and none is usable: never a reason to start again from step 0."""
 
 

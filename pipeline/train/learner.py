@@ -74,6 +74,8 @@ class LearnerParts:
     make_loss: Callable[[int, int, int], LossFunction]
     """(active tokens, sequences of the global minibatch, version) -> its loss."""
     needs_prox_forward: bool
+    transfer_error: type[Exception]
+    """What `send_weights` raises when the transfer, not this rank, has failed."""
     send_weights: Callable[[PublishWeights, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], None]
     check_sequences: list[list[int]]
     checkpoint_folder: Callable[[int], Path]
@@ -181,7 +183,7 @@ class Learner:
         error = ""
         try:
             self.parts.send_weights(message, engine.weight_specs(), engine.weights())
-        except (RuntimeError, OSError, TimeoutError) as failure:
+        except (self.parts.transfer_error, OSError) as failure:
             logger.exception("sending version %d failed", message.version)
             error = f"{type(failure).__name__}: {failure}"[:2000]
         check = [float(x) for x in self._check_logprobs()]

@@ -92,6 +92,15 @@ class Ledger:
             raise ValueError(f"ledger: step {step} ends groups twice: {twice[:5]}")
         files.write_bytes(self._path(step), msgspec.json.encode(made))
 
+    def record_end(self, step: int, filtered: Sequence[Entry], skipped: Sequence[Entry]) -> None:
+        """Groups that ended after the last step of a finished run; nothing is written where there are none."""
+        if filtered or skipped:
+            made = StepRecord(step, time.time(), (), tuple(filtered), tuple(skipped))
+            files.write_bytes(self._end(step), msgspec.json.encode(made))
+
+    def _end(self, step: int) -> Path:
+        return self._run.ledger / f"end-{step:08d}.json"
+
     def steps(self) -> list[int]:
         """Recorded steps, rising."""
         return sorted(int(path.stem.partition("-")[2]) for path in self._run.ledger.glob("step-*.json"))
@@ -125,6 +134,8 @@ class Ledger:
         later = [number for number in self.steps() if number > step]
         for number in reversed(later):
             self._run.put_aside(self._path(number), f"the run went on from step {step}")
+        for path in self._run.ledger.glob("end-*.json"):
+            self._run.put_aside(path, f"the run went on from step {step}")
         return later
 
     def summary(self) -> LedgerSummary:

@@ -132,7 +132,8 @@ class World:
             colocated=self.colocated, dispatcher=dispatcher, weights=weights,
             score=lambda rewards, *_: (rewards - rewards.mean(), np.ones(len(rewards), np.uint8)),
             plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
-            record_step=self._record, quarantine=lambda shard, reason: self.quarantined.append(shard),
+            record_step=self._record, record_end=self._record_end, done_before=frozenset(),
+            quarantine=lambda shard, reason: self.quarantined.append(shard),
             begin_checkpoint=lambda step: None, commit_checkpoint=self.committed.append,
             abandon_checkpoint=lambda step: None,
             report=StepReport(lambda step, values: self.metrics.append((step, dict(values))), lambda state: None),
@@ -153,6 +154,10 @@ class World:
 
     def _record(self, version: int, rows: StepRows, losses: Losses) -> None:
         self.consumed.append((version, [group.number for group in rows.groups]))
+        self.losses.filtered += losses.filtered
+        self.losses.skipped += losses.skipped
+
+    def _record_end(self, version: int, losses: Losses) -> None:
         self.losses.filtered += losses.filtered
         self.losses.skipped += losses.skipped
 

@@ -111,7 +111,10 @@ def test_flush_is_asked_for_only_when_it_completes_the_batch() -> None:
     table.finish(2, 0)
     assert table.ranks_to_flush(0) == {0, 1}
     table.publish("s", PublishedGroup(1, 0, ()))
-    assert table.ranks_to_flush(0) == {0}
+    assert table.ranks_to_flush(0) == set(), "both ranks were asked for what they hold"
+    table.finish(3, 0)
+    table.remove(2)
+    assert table.ranks_to_flush(0) == {1}, "group 3 finished after its rank was asked"
 
 
 def test_late_messages_of_an_earlier_try_are_ignored() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from run_command import Outcome, base_overrides, environment, run
+from tiny_model import write_tiny_model
 
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.store import Store
@@ -132,3 +134,26 @@ def test_a_workflow_that_always_fails_stops_the_run_with_its_traceback(
     assert "max_consecutive_failures" in text
     assert "this workflow is broken" in text
     assert not outcome.steps
+
+
+@pytest.mark.timeout(200)
+def test_new_weights_arrive_in_the_middle_of_completions(tmp_path: Path, sums: Path) -> None:
+    """Long completions, small steps: sequences carry tokens of several versions, in order, and are trained on."""
+    overrides = {
+        **base_overrides(tmp_path, write_tiny_model(tmp_path / "model", positions=512), sums, "interrupted"),
+        "gconfig.min_new_tokens": 50, "gconfig.max_new_tokens": 400, "actor.mb_spec.max_tokens_per_mb": 1024,
+        "train_dataset.batch_size": 2, "total_train_steps": 12, "rollout.max_head_offpolicyness": 4,
+    }  # fmt: skip
+    outcome = run(tmp_path, overrides)
+    assert outcome.code == 0, outcome.text
+    store = Store(RunDirectory(outcome.run))
+    mixed = 0
+    for name in store.paths():
+        rows = [row.row for group in store.notice(name).groups for row in group.rows]
+        for _, trajectory in store.read([(name, row) for row in rows]):
+            versions = trajectory.versions[trajectory.loss_mask == 1]
+            assert (versions[1:] >= versions[:-1]).all()
+            mixed += len(set(versions.tolist())) > 1
+    assert mixed > 0
+    assert max(line["staleness/max"] for line in outcome.steps) <= 4
+    assert max(line["weights/logprob_gap_max"] for line in outcome.steps) < 1e-4

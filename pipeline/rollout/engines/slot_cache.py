@@ -32,7 +32,7 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self._layers.values())
+        return sum(layer.numel() * layer.element_size() for layer in list(self._layers.values()))
 
     def layer(self, index: int, like: torch.Tensor) -> torch.Tensor:
         """Storage of a layer; `like` [B, heads, T, head_dim] gives shape and dtype at the first touch."""
@@ -58,7 +58,7 @@ class SlotCache:
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copies the first `length` positions of a row to other rows."""
         index = torch.tensor(targets, device=self.device)
-        for layer in self._layers.values():
+        for layer in list(self._layers.values()):
             layer[:, index, :, :length] = layer[:, source : source + 1, :, :length]
 
     def release(self) -> None:

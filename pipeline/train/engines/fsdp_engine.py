@@ -135,10 +135,14 @@ class FsdpEngine:
             yield name, (part.full_tensor() if isinstance(part, DTensor) else part)
 
     def save(self, folder: Path) -> None:
-        """A distributed checkpoint, loadable on another number of ranks."""
+        """A distributed checkpoint, loadable on another number of ranks. OSError on all ranks when one cannot write."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        save(self._state(), checkpoint_id=str(folder), process_group=self.mesh.get_group())
+        try:
+            save(self._state(), checkpoint_id=str(folder), process_group=self.mesh.get_group())
+        except CheckpointException as error:
+            raise OSError(f"{folder}: the checkpoint could not be written: {error}") from error
 
     def load(self, folder: Path) -> None:
         """Parameters and moments of `save`; rates and decay stay those of the configuration."""
