@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION
 from pekoe.pipeline import files
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 """Where `pipeline/` and `launch/` lie: what the snapshot copies."""
+REMOTE_SILENCE_SECONDS = 15.0
+"""A rank on another host that was heard within this time is taken to be alive."""
 FIXED_KEYS = (
     "experiment_name", "trial_name", "cluster.fileroot", "task", "seed", "train_dataset", "actor.path",
     "tokenizer_path", "gconfig.n_samples", "gconfig.temperature", "workflow", "reward.name", "reward.args",
@@ -76,6 +79,33 @@ def check_resumable(run: RunDirectory) -> None:
             f"{run.path} cannot be resumed: {' and '.join(missing)} missing; "
             "give the run directory that `pekoe run CONFIG` made"
         )
+    check_has_ended(run)
+
+
+def check_has_ended(run: RunDirectory) -> None:
+    """RunDirectoryError while a rank of an earlier attempt lives: two attempts would take each other's files away.
+
+    On this host the process is looked for; another host counts as alive while its last heartbeat is young.
+    """
+    now = time.time()
+    for found in read_heartbeats(run):
+        beat = found.heartbeat
+        if beat.phase == "ended":
+            continue
+        here = beat.host == socket.gethostname()
+        if _process_lives(beat.pid) if here else found.age_seconds(now) < REMOTE_SILENCE_SECONDS:
+            raise RunDirectoryError(
+                f"{run.path}: attempt {found.attempt} still runs: rank {beat.rank} on {beat.host}, pid {beat.pid}, "
+                f"heard {found.age_seconds(now):.0f} s ago; stop it (SIGTERM), then resume"
+            )
+
+
+def _process_lives(pid: int) -> bool:
+    """Whether the pid is a rank of a run (and not another process that got its number)."""
+    try:
+        return b"pekoe" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pekoe.launch.attempts import RunDirectoryError, begin_fresh, begin_resumed, check_overrides, run_directory
+from pekoe.launch.heartbeat_files import write_heartbeat
 from pekoe.pipeline.config.load import load
 from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 
 
@@ -70,8 +76,41 @@ def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
         begin_resumed(RunDirectory(tmp_path), config_in(tmp_path), "mpiexec")
 
 
-@pytest.mark.parametrize("key", ["seed", "train_dataset.path", "actor.path", "gconfig.n_samples", "trial_name"])
+@pytest.mark.parametrize("key", ["seed", "train_dataset.path", "actor.path", "gconfig.temperature", "trial_name"])
 def test_keys_that_made_the_data_are_fixed(key: str) -> None:
     with pytest.raises(RunDirectoryError, match=f"{key}.*cannot change when a run is resumed"):
         check_overrides(["total_train_steps=5", f"{key}=1"])
-    check_overrides(["total_train_steps=5", "actor.optimizer.lr=1e-5", "gconfig.temperature=0.9"])
+    check_overrides(["total_train_steps=5", "actor.optimizer.lr=1e-5", "gconfig.top_p=0.9"])
+
+
+def beat(pid: int, host: str, phase: str = "training") -> Heartbeat:
+    return Heartbeat(0, "trainer", host, pid, 1, phase, 0.0, 3)
+
+
+def test_a_run_that_still_lives_is_not_resumed(tmp_path: Path) -> None:
+    run = begin_fresh(config_in(tmp_path), "mpiexec").run
+    config = load(run.config)
+    alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "pekoe"])
+    try:
+        deadline = time.monotonic() + 10
+        while b"pekoe" not in Path(f"/proc/{alive.pid}/cmdline").read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write_heartbeat(run, 0, beat(alive.pid, socket.gethostname()))
+        with pytest.raises(RunDirectoryError, match=f"attempt 0 still runs: rank 0 .*pid {alive.pid}"):
+            begin_resumed(run, config, "mpiexec")
+    finally:
+        alive.kill()
+        alive.wait()
+    write_heartbeat(run, 0, beat(alive.pid, "another-host"))
+    with pytest.raises(RunDirectoryError, match="another-host"):
+        begin_resumed(run, config, "mpiexec")
+    write_heartbeat(run, 0, beat(alive.pid, "another-host", "ended"))
+    assert begin_resumed(run, config, "mpiexec").number == 1
+
+
+def test_a_run_whose_ranks_are_gone_is_resumed_at_once(tmp_path: Path) -> None:
+    run = begin_fresh(config_in(tmp_path), "mpiexec").run
+    gone = subprocess.Popen([sys.executable, "-c", "", "pekoe"])
+    gone.wait()
+    write_heartbeat(run, 0, beat(gone.pid, socket.gethostname()))
+    assert begin_resumed(run, load(run.config), "mpiexec").number == 1
