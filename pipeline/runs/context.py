@@ -18,6 +18,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.messages import Post
 from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.runs.start import RunData, StartPoint
 
 if TYPE_CHECKING:
     import torch
@@ -73,15 +74,6 @@ class Ranks(Protocol):
     def roles_of(self, rank: int) -> tuple[str, ...]: ...
 
 
-@dataclass(frozen=True)
-class StartPoint:
-    """Where this attempt begins; decided by the head, equal on all ranks."""
-
-    version: int
-    checkpoint: str
-    """Folder of the checkpoint; empty for a fresh run."""
-
-
 @dataclass
 class RunContext:
     """One rank of one attempt."""
@@ -94,7 +86,7 @@ class RunContext:
     device_index: int
     """Among the devices that this process sees."""
     start: StartPoint
-    num_steps: int
+    data: RunData
     building: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: transformers changes global state meanwhile, and a colocated rank builds two."""
     phases: dict[str, str] = field(default_factory=dict)
@@ -121,6 +113,11 @@ class RunContext:
     @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device(self.device_index)
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps of the whole run."""
+        return self.start.num_steps
 
     @property
     def tokenizer_path(self) -> str:

@@ -18,6 +18,7 @@ The main thread serves the post office until every role thread of the rank has e
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.reward.pool import RewardPool
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.runs.context import Ranks, RunContext, StartPoint, World
-from pekoe.pipeline.runs.start import find_start, number_of_steps
+from pekoe.pipeline.runs.context import HEAD, Ranks, RunContext, World
+from pekoe.pipeline.runs.start import RunData, StartPoint, find_start
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,11 @@ def run(
     roles = ranks.roles_of(world.rank)
     world.set_role("+".join(roles))
     world.set_phase("starting")
-    start = find_start(directory, config, world.attempt) if world.rank == 0 else None
-    shared = world.share({"version": start.version, "checkpoint": start.checkpoint} if start else None)
+    data = RunData(config)
+    start = find_start(directory, config, world.attempt, data) if world.rank == HEAD else None
+    start = StartPoint(**world.share(dataclasses.asdict(start) if start else None))
     device = choose(config.cluster.device)
-    context = RunContext(
-        config, world, ranks, directory, device, device_index, StartPoint(**shared), number_of_steps(config),
-    )  # fmt: skip
+    context = RunContext(config, world, ranks, directory, device, device_index, start, data)
     world.set_version(context.start.version)
     outcomes: list[str] = []
     crew = Crew(world)

@@ -24,7 +24,6 @@ from pekoe.pipeline.records import Float64, Int64, UInt8
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.context import RunContext
 from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
-from pekoe.pipeline.runs.start import training_data, validation_data
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.trajectory.ledger import Entry, Ledger
@@ -41,7 +40,7 @@ def lead(
     config, world, run = context.config, context.world, context.run
     version = context.start.version
     inbox = world.post.inbox(*INBOX_KINDS)
-    data = training_data(config)
+    data = context.data.training
     cursor = Cursor(len(data), config.seed, config.train_dataset.shuffle, config.total_train_epochs)
     dispatcher = Dispatcher(config, world.post, cursor, context.ranks.rollout_ranks, context.num_steps)
     ledger = Ledger(run)
@@ -52,7 +51,7 @@ def lead(
         done_before = done_at(run, version)
     context.add_gauges("control", dispatcher.gauges)
     progress = Progress(config.stats_logger.progress)
-    validation = validation_data(config)
+    validation = context.data.validation
     account = Account(ledger, store, checkpoints, dispatcher, config.rollout.keep_shards)
 
     controller = Controller(

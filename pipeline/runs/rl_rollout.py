@@ -17,7 +17,6 @@ from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutPa
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
 from pekoe.pipeline.runs.rl_trainer import transport_name
-from pekoe.pipeline.runs.start import training_data, validation_data
 from pekoe.pipeline.runs.transports import transport_setup
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.writer import ShardWriter
@@ -109,7 +108,7 @@ def build_executor(
         )
         return built
 
-    training, validation = training_data(config), validation_data(config)
+    training, validation = context.data.training, context.data.validation
     evaluation = None
     if validation is not None:
         evaluation = EpisodeSource(
