@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from pekoe.launch import environment
 from pekoe.launch.environment import Facts
 from pekoe.launch.pulse import Pulse
 from pekoe.launch.rank_state import RankState, flush_streams, means_success
-from pekoe.launch.rendezvous import LOOPBACK, own_address
+from pekoe.launch.rendezvous import LOOPBACK, listen, own_address
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, StopSignals
 from pekoe.pipeline.messages import Farewell, Leaving, Post, SignalReceived
 from pekoe.pipeline.run_directory import RunDirectory
@@ -148,6 +149,10 @@ class World:
         self.attempt = attempt
         self.state.set_run(run, attempt, log)
         self._pulse.open_files(run, attempt)
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """A socket that listens on a port of the kernel's choice, and its `host:port` for the other ranks."""
+        return listen(self.num_hosts)
 
     def set_role(self, role: str) -> None:
         self.state.set_role(role)

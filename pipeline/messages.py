@@ -260,7 +260,7 @@ class Replan(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """A trainer rank finished the step; `stats` (already reduced over the ranks) come from trainer rank 0 only."""
+    """A trainer rank finished the step; `stats` are reduced over the ranks, equal on all."""
 
     version: int
     """The new version."""

@@ -75,7 +75,7 @@ class NoProgress(RuntimeError):
 
 @dataclass
 class ControllerParts:
-    """What `runs/rl.py` passes in: the other stages, as plain functions and objects."""
+    """What `runs/rl_head.py` passes in: the other stages, as plain functions and objects."""
 
     post: Post
     inbox: Inbox

@@ -72,7 +72,7 @@ class GroupDone:
 
 @dataclass
 class RolloutParts:
-    """What `runs/rl.py` passes in."""
+    """What `runs/rl_rollout.py` passes in."""
 
     post: Post
     inbox: Inbox

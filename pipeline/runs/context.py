@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class World(Protocol):
     stop_requested: threading.Event
     gauges: Callable[[], dict[str, float]] | None
 
+    def listen(self) -> tuple[socket.socket, str]: ...
     def share(self, value: Any, root: int = 0) -> Any: ...
     def start(self, name: str, target: Callable[[], Any]) -> None: ...
     def serve(self, done: threading.Event) -> None: ...

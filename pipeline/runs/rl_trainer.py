@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
 from pekoe.pipeline.algorithm.normalise import normalise_tokens
@@ -118,9 +118,14 @@ def form_trainer_group(context: RunContext) -> None:
     limit = timedelta(seconds=context.config.cluster.setup_seconds)
     inbox = world.post.inbox(Endpoint)
     if context.is_head:
-        store = TCPStore(world.address, 0, len(ranks), is_master=True, timeout=limit, wait_for_workers=False)
+        owner, address = world.listen()
+        host, _, port = address.rpartition(":")
+        store = TCPStore(
+            host, int(port), len(ranks), is_master=True, timeout=limit, wait_for_workers=False,
+            master_listen_fd=owner.detach(),
+        )  # fmt: skip
         for rank in ranks[1:]:
-            world.post.send(rank, Endpoint("trainers", f"{world.address}:{store.port}"))
+            world.post.send(rank, Endpoint("trainers", address))
     else:
         _, message = inbox.get(timeout=limit.total_seconds())
         assert isinstance(message, Endpoint)
@@ -128,7 +133,7 @@ def form_trainer_group(context: RunContext) -> None:
         store = TCPStore(host, int(port), len(ranks), is_master=False, timeout=limit)
     dist.init_process_group(
         context.device.process_group_backend,
-        store=store,
+        store=PrefixStore(f"{context.run.path}/{world.attempt}", store),
         rank=ranks.index(world.rank),
         world_size=len(ranks),
         timeout=limit,

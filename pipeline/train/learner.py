@@ -59,7 +59,7 @@ class BadRowsError(Exception):
 
 @dataclass
 class LearnerParts:
-    """What `runs/rl.py` passes in."""
+    """What `runs/rl_trainer.py` passes in."""
 
     post: Post
     inbox: Inbox

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from pekoe.pipeline import files
-from pekoe.pipeline.messages import Published
 from pekoe.pipeline.run_directory import RunDirectory
 
 
@@ -149,14 +148,3 @@ class Ledger:
             filtered=dict(Counter(entry.reason for made in records for entry in made.filtered)),
             skipped=dict(Counter(entry.reason for made in records for entry in made.skipped)),
         )
-
-
-def ended_groups(records: Iterable[StepRecord]) -> set[int]:
-    """Admission numbers of all groups that ended in these records."""
-    return {entry.group for made in records for entry in made.ended}
-
-
-def spent_shards(published: Iterable[Published], records: Iterable[StepRecord]) -> list[str]:
-    """Shards whose groups have all ended: collectable once a complete checkpoint covers these records."""
-    ended = ended_groups(records)
-    return [notice.path for notice in published if all(group.group in ended for group in notice.groups)]

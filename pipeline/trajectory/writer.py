@@ -55,11 +55,6 @@ class ShardWriter:
                 self._opened = time.monotonic()
             self._groups.append(group)
 
-    def holds(self, group: int, try_number: int) -> bool:
-        """True when the group lies in the open shard."""
-        with self._lock:
-            return any((held.number, held.try_number) == (group, try_number) for held in self._groups)
-
     def due(self) -> bool:
         """True when the open shard is full or old enough to be published unasked."""
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -93,21 +93,6 @@ class LocalSender:
             raise
         finally:
             COUNTER.clear(self._setup, version)
-
-    def deliver(
-        self, version: int, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]],
-        load: Callable[[Weights, int], None],
-    ) -> None:  # fmt: skip
-        """The same in one thread: `load` is the engine's `load_weights`. Exhausts the iterator, whatever happens."""
-        pending = iter(weights)
-        try:
-            load(checked(specs, pending), version)
-        except Exception:
-            exhaust(pending)
-            raise
-        if next(pending, None) is not None:
-            exhaust(pending)
-            raise TransferError(f"weights version {version}: the engine did not take every tensor")
 
     def close(self) -> None:
         """Holds nothing."""

@@ -8,9 +8,8 @@ import os
 import pytest
 
 from pekoe.pipeline import files
-from pekoe.pipeline.messages import Published, PublishedGroup
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.trajectory.ledger import Entry, Ledger, ended_groups, spent_shards
+from pekoe.pipeline.trajectory.ledger import Entry, Ledger
 
 
 def entry(group: int, shard: str = "shards/0-a/000000.h5", reason: str = "") -> Entry:
@@ -65,7 +64,7 @@ def test_resume_sets_later_records_aside_and_steps_can_be_made_again(ledger: Led
     assert ledger.set_aside_after(1) == [2, 3]
     assert ledger.steps() == [1]
     ledger.record(2, consumed=[entry(9)])
-    assert ended_groups(ledger.read()) == {1, 9}
+    assert {ended.group for record in ledger.read() for ended in record.ended} == {1, 9}
     assert ledger.set_aside_after(1) == [2]
     assert len(list(run.set_aside.glob("ledger__step-00000002*"))) == 4
 
@@ -82,12 +81,12 @@ def test_a_full_disk_leaves_no_record(ledger: Ledger, monkeypatch: pytest.Monkey
     ledger.record(1, consumed=[entry(0)])
 
 
-def test_only_shards_whose_groups_all_ended_are_spent(ledger: Ledger) -> None:
-    def notice(path: str, *groups: int) -> Published:
-        return Published(path, tuple(PublishedGroup(group, 0, ()) for group in groups))
-
-    published = [notice("a", 0, 1), notice("b", 2, 3), notice("c", 9)]
-    ledger.record(1, consumed=[entry(0, "a"), entry(2, "b")])
-    assert spent_shards(published, ledger.read()) == []
-    ledger.record(2, filtered=[entry(1, "a", "equal rewards")], skipped=[entry(9, "c", "stale")])
-    assert spent_shards(published, ledger.read()) == ["a", "c"]
+def test_losses_after_the_last_step_are_recorded_and_set_aside_on_resume(ledger: Ledger, run: RunDirectory) -> None:
+    ledger.record(1, consumed=[entry(0)])
+    ledger.record_end(1, [], [])
+    assert not list(run.ledger.glob("end-*"))
+    ledger.record_end(1, [entry(1)], [entry(2)])
+    assert len(list(run.ledger.glob("end-*"))) == 1
+    assert ledger.steps() == [1]
+    ledger.set_aside_after(1)
+    assert not list(run.ledger.glob("end-*"))

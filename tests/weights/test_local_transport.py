@@ -104,22 +104,3 @@ def test_absent_sender_and_rank_without_engine(ends, kit):
     counted = kit.Counted(kit.model(1))
     ends[1].sender.send(1, 0, (0, 0), kit.specs_of(counted.weights), counted)
     assert counted.taken == len(counted.weights)
-
-
-def test_one_thread(ends, kit):
-    weights = kit.model(3)
-    found: list[str] = []
-
-    def load(tensors: Any, version: int) -> None:
-        found.extend(name for name, _ in tensors)
-        if version == 2:
-            raise ValueError("bad")
-
-    ends[0].sender.deliver(1, kit.specs_of(weights), kit.Counted(weights), load)
-    assert found == [name for name, _ in weights]
-    counted = kit.Counted(weights)
-    with pytest.raises(ValueError, match="bad"):
-        ends[0].sender.deliver(2, kit.specs_of(weights), counted, load)
-    assert counted.taken == len(weights)
-    with pytest.raises(TransferError, match="did not take every tensor"):
-        ends[0].sender.deliver(3, kit.specs_of(weights), kit.Counted(weights), lambda tensors, version: None)
