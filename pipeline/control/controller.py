@@ -122,7 +122,6 @@ class Controller:
         self.exported_version = version if "export" in parts.done_before else -1
         self.evaluated_version = version if "evaluation" in parts.done_before else -1
         self.round = 0
-        self.first_version = version
         self.last_progress = time.monotonic()
 
     def run(self) -> str:
@@ -384,11 +383,11 @@ class Controller:
                 raise AssertionError(f"the controller cannot handle {message!r}")
 
     def _check_early_end(self) -> None:
-        """The data ended before the steps did: normal when groups were filtered, an error when none was left."""
+        """The data ended before the steps did: normal when groups were filtered, an error if no step was ever made."""
         if self.parts.stop_requested():
             return
         counts = dict(self.parts.dispatcher.counts)
-        if self.version == self.first_version:
+        if self.version == 0:
             raise NoProgress(
                 f"the data ended before a step could be made: every group was filtered or skipped ({counts}); look at "
                 "what the workflow returns"

@@ -71,3 +71,22 @@ def test_resume_with_only_damaged_checkpoints_is_an_error(tmp_path: Path, tiny_m
     again = run(tmp_path, overrides, resume=True)
     assert again.code not in (0, 75)
     assert "checkpoint" in again.text
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_filtering_ended_early_has_ended_well_when_resumed(
+    tmp_path: Path, tiny_model: Path, sums: Path
+) -> None:
+    """Half of the prompts are filtered: 5 full batches of the 10 that the data would give."""
+    overrides = {
+        **base_overrides(tmp_path, tiny_model, sums, "filtered"), "workflow.name": "filtering_workflow:HalfOfThem",
+        "total_train_steps": 10,
+    }  # fmt: skip
+    outcome = run(tmp_path, overrides)
+    assert outcome.code == 0, outcome.text
+    assert [line["step"] for line in outcome.steps] == [1, 2, 3, 4, 5]
+    again = run(tmp_path, overrides, resume=True)
+    assert again.code == 0, again.text
+    assert again.metrics == outcome.metrics
+    assert again.ledger == outcome.ledger
+    assert not list((again.run / "errors").iterdir())
