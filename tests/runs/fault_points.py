@@ -105,6 +105,22 @@ def raise_in_post_office_of_head() -> None:
     before(PostOffice, "pump", action)
 
 
+def hang(where: str) -> None:
+    """The learner in a step, the engine at a token, or the rollout loop at a group stands still for ever."""
+
+    def stand_still() -> None:
+        if leave_mark("hangs"):
+            time.sleep(600)
+
+    match where:
+        case "learner":
+            before(Learner, "step", lambda learner, commit: commit.version == 2 and stand_still())
+        case "engine":
+            before(BatchDecoder, "decode", lambda decoder, version: version >= 1 and stand_still())
+        case "rollout":
+            before(RolloutLoop, "take", lambda loop, group: group.number >= MIDDLE_GROUP and stand_still())
+
+
 def wait_for_stop(reason: str) -> None:
     """In the controller's wait for `reason`: leaves a mark, then goes on when the signal has come."""
 
@@ -211,6 +227,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         raise_in_engine,
         raise_in_main_thread,
         raise_in_post_office_of_head,
+        hang,
         wait_for_stop,
         wait_for_stop_with_slow_evaluation,
         hold_with_ready_groups,

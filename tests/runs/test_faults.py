@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,6 +112,32 @@ def test_raising_in_any_thread_ends_the_world(fault: str, root: Path, tiny_model
     assert text in world.output
     assert not any(is_alive(int(beat["pid"])) for beat in heartbeats(world.path).values())
     assert 1 <= len(world.outcome.ledger) < 500
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("learner", "for the training step: version 2"),
+        ("engine", "for engines to stop at a token: version 2"),
+        ("rollout", "for (engines to stop at a token|the batch of version [12]): version [12]"),
+    ],
+)
+def test_a_thread_that_stands_still_ends_the_world(
+    where: str, reason: str, root: Path, tiny_model: Path, sums: Path
+) -> None:
+    """The head's wait for it has a limit, and the record says what was waited for."""
+    limits = {"cluster.progress_seconds": 6, "weights.ready_seconds": 4}
+    world = World(root, tiny_model, sums, total_train_epochs=100, total_train_steps=500, **limits)
+    process = world.start(f"hang:{where}")
+    world.wait_for_mark("hangs", process)
+    began = time.monotonic()
+    assert process.wait(timeout=60) == 1, world.output[-3000:]
+    assert time.monotonic() - began < 6 + LIMIT
+    (record,) = error_records(world.path)
+    assert (record["rank"], record["thread"]) == (0, "controller")
+    assert re.search(f"NoProgress: waited [46] s {reason}", record["error"])
 
 
 @pytest.mark.timeout(200)
