@@ -1,4 +1,4 @@
-"""A user's dataset module that makes one thing go wrong: it is imported on every rank, before the rank's threads start.
+"""A user's dataset module that makes one thing go wrong: the head and rollout ranks import it before they say Hello.
 
 `FAULT` in the environment names what (a key of FAULTS, then `:argument`s), `FAULT_FOLDER` is where it leaves marks.
 """
@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pekoe.pipeline.control.controller import Controller
 from pekoe.pipeline.data.jsonl_dataset import JsonlDataset
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
+from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
 from pekoe.pipeline.rollout.executor import Executor
 from pekoe.pipeline.rollout.rank_loop import RolloutLoop
 from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
@@ -216,6 +217,35 @@ def fail_once_in_each_transfer_and_checkpoint() -> None:
     FsdpEngine.save = saved  # type: ignore[method-assign]
 
 
+def fail_once_in_a_load(rank: str) -> None:
+    """The engine of one rank gives up in the middle of version 2, whatever the transport."""
+    load = HfEngine.load_weights
+
+    def failing(self: HfEngine, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        if version == 2 and os.environ["PMI_RANK"] == rank and leave_mark("load"):
+            tensors = iter(weights)
+            for _ in range(3):
+                next(tensors)
+            raise RuntimeError("planted in a load")
+        load(self, weights, version)
+
+    HfEngine.load_weights = failing  # type: ignore[method-assign]
+
+
+def fail_once_in_the_checkpoint_of_one_rank() -> None:
+    """Its disk is full in the middle of the first checkpoint; its peers write theirs."""
+    from torch.distributed.checkpoint import filesystem
+
+    write = filesystem._write_item
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if os.environ["PMI_RANK"] == "1" and leave_mark("checkpoint"):
+            raise OSError(28, "planted in the checkpoint")
+        return write(*arguments, **named)
+
+    filesystem._write_item = failing
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     found.__name__: found
     for found in (
@@ -233,6 +263,8 @@ FAULTS: dict[str, Callable[..., None]] = {
         hold_with_ready_groups,
         damage_shards,
         fail_once_in_each_transfer_and_checkpoint,
+        fail_once_in_a_load,
+        fail_once_in_the_checkpoint_of_one_rank,
     )
 }
 

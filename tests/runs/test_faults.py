@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,32 +178,75 @@ def check_resuming_a_finished_run(world: World) -> None:
     assert world.outcome.metrics == metrics
 
 
+@dataclass(frozen=True)
+class Stop:
+    """SIGTERM comes while the head waits for something."""
+
+    waits_for: str
+    steps: int
+    """Done afterwards."""
+    override: str = ""
+    """Of this attempt."""
+
+
 STOPS = [
-    ("roles to start", [], 0),
-    ("the batch of version 1", [], 1),
-    ("weights of version 2 to arrive", [], 2),
-    ("the checkpoint", [], 3),
-    ("the training step", [], 4),
-    ("trainer ranks to read rows", [], 4),
-    ("the evaluation of version 6", [], 6),
-    ("the last evaluation", ["evaluator.block=false"], 7),
+    Stop("roles to start", 0),
+    Stop("the batch of version 1", 1),
+    Stop("weights of version 2 to arrive", 2),
+    Stop("the checkpoint", 3),
+    Stop("the training step", 4),
+    Stop("trainer ranks to read rows", 4),
+    Stop("the evaluation of version 6", 6),
+    Stop("the last evaluation", 7, "evaluator.block=false"),
 ]
-"""What the head waits for when SIGTERM comes, overrides of this attempt, steps done afterwards."""
+OTHER_WORLDS: dict[str, tuple[dict[str, Any], list[Stop]]] = {
+    "colocated": (
+        {"allocation": "hf:d2|fsdp:d2"},
+        [
+            Stop("roles to start", 0),
+            Stop("engines to rest", 0),
+            Stop("trainer ranks to read rows", 0),
+            Stop("engines to stop at a token", 1),
+            Stop("weights of version 3 to arrive", 3),
+        ],
+    ),
+    "disk": (
+        {"actor.weight_update_mode": "disk"}, [Stop("weights of version 1 to arrive", 1), Stop("the export", 7)]
+    ),
+    "synchronous": (
+        {"rollout.max_head_offpolicyness": 0, "evaluator.at_start": "true"},
+        [Stop("the evaluation of version 0", 0), Stop("the batch of version 1", 1)],
+    ),
+}  # fmt: skip
+
+
+def evaluated_world(root: Path, model: Path, data: Path, **overrides: Any) -> World:
+    evaluation = {
+        "valid_dataset.type": "jsonl", "valid_dataset.path": data, "valid_dataset.size": 4,
+        "evaluator.freq_steps": 6, "evaluator.at_end": "true", "evaluator.block": "true", "recover.freq_steps": 3,
+    }  # fmt: skip
+    return World(root, model, data, total_train_steps=7, **{**evaluation, **overrides})
 
 
 @pytest.mark.timeout(400)
 def test_a_run_stopped_in_every_phase_goes_on_each_time(root: Path, tiny_model: Path, sums: Path) -> None:
+    stop_and_go_on(evaluated_world(root, tiny_model, sums), STOPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", OTHER_WORLDS)
+def test_other_worlds_stopped_in_their_own_phases_go_on(name: str, root: Path, tiny_model: Path, sums: Path) -> None:
+    overrides, stops = OTHER_WORLDS[name]
+    stop_and_go_on(evaluated_world(root, tiny_model, sums, **overrides), stops)
+
+
+def stop_and_go_on(world: World, stops: list[Stop]) -> None:
     """The first signal reaches `pekoe run` or the rollout rank alone, the second one all ranks 50 ms later."""
-    world = World(
-        root, tiny_model, sums, total_train_steps=7, **{
-            "valid_dataset.type": "jsonl", "valid_dataset.path": sums, "valid_dataset.size": 4,
-            "evaluator.freq_steps": 6, "evaluator.at_end": "true", "evaluator.block": "true", "recover.freq_steps": 3,
-        },
-    )  # fmt: skip
-    for reason, overrides, steps in STOPS:
+    for stop in stops:
         number = world.starts
-        slow = "_with_slow_evaluation" if reason == "the last evaluation" else ""
-        process = world.start(f"wait_for_stop{slow}:{reason}", *overrides)
+        slow = "_with_slow_evaluation" if stop.waits_for == "the last evaluation" else ""
+        process = world.start(f"wait_for_stop{slow}:{stop.waits_for}", *filter(None, [stop.override]))
         world.wait_for_mark(f"waits {number}", process)
         ranks = {rank: int(beat["pid"]) for rank, beat in heartbeats(world.path).items()}
         os.kill(process.pid if number % 2 == 0 else ranks[1], signal.SIGTERM)
@@ -210,11 +254,12 @@ def test_a_run_stopped_in_every_phase_goes_on_each_time(root: Path, tiny_model: 
         for pid in ranks.values():
             os.kill(pid, signal.SIGTERM)
         began = time.monotonic()
-        assert process.wait(timeout=60) == 75, (reason, world.output[-3000:])
-        assert time.monotonic() - began < LIMIT, reason
-        assert not error_records(world.path), reason
-        assert [int(record["step"]) for record in world.outcome.ledger] == list(range(1, steps + 1)), reason
-        assert (world.path / "checkpoints" / f"step-{steps}" / "COMPLETE.json").exists(), reason
+        assert process.wait(timeout=60) == 75, (stop, world.output[-3000:])
+        assert time.monotonic() - began < LIMIT, stop
+        assert not error_records(world.path), stop
+        assert [int(record["step"]) for record in world.outcome.ledger] == list(range(1, stop.steps + 1)), stop
+        saved = [path.name.partition(".")[0] for path in (world.path / "checkpoints").iterdir()]
+        assert f"step-{stop.steps}" in saved, stop
     assert world.run() == 0, world.output[-3000:]
     outcome = world.outcome
     assert [line["step"] for line in outcome.steps] == list(range(1, 8))
@@ -278,6 +323,36 @@ def test_failing_transfers_and_a_failing_checkpoint_are_survived(root: Path, tin
     assert "(try 2)" not in log
     assert "checkpoint of version 1 failed" in log
     assert sorted(path.name for path in (world.path / "checkpoints").iterdir()) == ["step-2", "step-3", "step-4"]
+    assert not error_records(world.path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("fault", "overrides"),
+    [
+        ("fail_once_in_a_load:3", {"allocation": "hf:d2+fsdp:d2"}),
+        ("fail_once_in_a_load:1", {"actor.weight_update_mode": "disk"}),
+        ("fail_once_in_a_load:1", {"allocation": "hf:d2|fsdp:d2"}),
+        ("fail_once_in_the_checkpoint_of_one_rank", {"allocation": "hf:d2|fsdp:d2"}),
+    ],
+)
+def test_what_fails_on_one_of_several_ranks_is_survived(
+    fault: str, overrides: dict[str, Any], root: Path, tiny_model: Path, sums: Path
+) -> None:
+    world = World(root, tiny_model, sums, **{"recover.freq_steps": 1, "recover.keep": 10, **overrides})
+    assert world.run(fault) == 0, world.output[-3000:]
+    outcome = world.outcome
+    assert [line["step"] for line in outcome.steps] == [1, 2, 3, 4]
+    assert all(line["weights/logprob_gap_max"] < 1e-4 for line in outcome.steps)
+    assert sorted(group for step in outcome.consumed() for group in step) == list(range(16))
+    log = (world.path / "logs" / "0" / "rank-0.log").read_text()
+    in_load = world.mark("load") is not None
+    assert in_load != (world.mark("checkpoint") is not None), log[-3000:]
+    assert ("transfer of version 2 failed (try 1)" in log) == in_load
+    assert ("checkpoint of version 1 failed" in log) != in_load
+    saved = sorted(path.name for path in (world.path / "checkpoints").iterdir())
+    assert saved == [f"step-{step}" for step in range(1 if in_load else 2, 5)]
     assert not error_records(world.path)
 
 
