@@ -388,9 +388,11 @@ class Controller:
             return
         counts = dict(self.parts.dispatcher.counts)
         if self.version == 0:
+            hint = "look at what the workflow returns"
+            if counts.get("rejected_too_long"):
+                hint = "prompts leave no room: raise gconfig.max_tokens, or take a model with a longer context"
             raise NoProgress(
-                f"the data ended before a step could be made: every group was filtered or skipped ({counts}); look at "
-                "what the workflow returns"
+                f"the data ended before a step could be made: every group was filtered or skipped ({counts}); {hint}"
             )
         logger.warning("the data ended after %d of %d steps (%s)", self.version, self.num_steps, counts)
 

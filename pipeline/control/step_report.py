@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pekoe.pipeline.control.dispatcher import Losses
 
 REFRESH_SECONDS = 0.25
+RATE_STEPS = 8
+"""Steps over which the rate of rollout is taken."""
 
 
 @dataclass
@@ -33,13 +36,15 @@ class StepReport:
     last: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     step_began: float = field(default_factory=time.monotonic)
-    tokens_before: int = 0
+    sampled: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_STEPS + 1))
+    """(when, tokens published until then) at the last step boundaries: groups arrive in bursts."""
     steps_done: int = 0
     shown: float = 0.0
 
     def begin(self) -> None:
         """Everybody is there: time counts from here."""
         self.began = self.step_began = time.monotonic()
+        self.sampled.append((self.began, 0))
 
     def trained(self, rows: StepRows, stats: Mapping[str, float], losses: Losses, seconds: float) -> None:
         rewards = np.array([row.reward for _, row in rows.rows])
@@ -74,9 +79,10 @@ class StepReport:
         now = time.monotonic()
         dispatcher = controller.parts.dispatcher
         seconds = now - self.step_began
-        sampled, self.tokens_before = dispatcher.tokens_sampled - self.tokens_before, dispatcher.tokens_sampled
+        self.sampled.append((now, dispatcher.tokens_sampled))
+        (then, tokens), (_, tokens_now) = self.sampled[0], self.sampled[-1]
         self.figures["time/step"] = seconds
-        self.figures["tokens_per_second/rollout"] = sampled / max(seconds, 1e-9)
+        self.figures["tokens_per_second/rollout"] = (tokens_now - tokens) / max(now - then, 1e-9)
         self.figures["queue/ready"] = float(len(dispatcher.table.ready))
         self.figures["queue/running"] = float(dispatcher.admission.running)
         for name, count in dispatcher.counts.items():

@@ -21,6 +21,8 @@ PANELS = (
     ("train/loss", "loss"),
     ("train/logprob_gap", "log-prob gap engine - trainer"),
 )
+TRUNCATED_NOTE = 0.5
+"""Share of truncated completions above which the report says so."""
 SMOOTHING = 0.9
 FEW_POINTS = 20
 
@@ -67,7 +69,23 @@ def report(run: RunDirectory) -> str:
         places += [
             f"model:  {path}" for path in sorted(run.exports.iterdir(), key=lambda p: (len(p.name), p.name))[-1:]
         ]
-    return "\n".join([plot_text(shown), *key_figures_text(lines, curves), *places])
+    return "\n".join([plot_text(shown), *key_figures_text(lines, curves), *remarks(lines), *places])
+
+
+def remarks(lines: list[MetricsLine]) -> list[str]:
+    """What a person should know before trusting the curve."""
+    skipped = series(lines, "train/update_skipped")[1]
+    truncated = series(lines, "truncated/share")[1]
+    found = []
+    if skipped and sum(skipped) == len(skipped):
+        found.append(
+            "note: no update was made, since in every step the rewards of each group were equal: another reward, "
+            "easier prompts or more samples are needed"
+        )
+    if truncated and sum(truncated) / len(truncated) > TRUNCATED_NOTE:
+        share = sum(truncated) / len(truncated)
+        found.append(f"note: {share:.0%} of the completions were cut at their limit: raise gconfig.max_new_tokens")
+    return found
 
 
 def file_name(name: str) -> str:

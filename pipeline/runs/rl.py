@@ -54,10 +54,13 @@ def run(
     config: RunConfig, world: World, ranks: Ranks, directory: RunDirectory, prepared: Prepared, device_index: int = 0
 ) -> int:
     """One rank of one attempt, from the formed world to its end. Exit code: 0 done, 75 stopped by a signal."""
+    from transformers.utils import logging as transformers_logging
+
     from pekoe.pipeline.runs.rl_head import lead
     from pekoe.pipeline.runs.rl_rollout import roll
     from pekoe.pipeline.runs.rl_trainer import train
 
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     roles = ranks.roles_of(world.rank)
     world.set_role("+".join(roles))
     world.set_phase("starting")

@@ -32,7 +32,8 @@ def run_action(args: argparse.Namespace) -> int:
         print(f"{unknown[0]}: no such shard; `pekoe shards ls {args.run}` lists {len(known)}", file=sys.stderr)
         return 2
     if not names:
-        print(f"no shards in {run.shards} (consumed ones are collected after a checkpoint)")
+        kept = "consumed ones are deleted after a checkpoint; rollout.keep_shards=true keeps them"
+        print(f"no shards in {run.shards} ({kept})")
         return 0
     if args.action == "ls":
         return list_shards(run, names)

@@ -184,3 +184,19 @@ def test_a_report_has_curves_key_figures_and_places(run: RunDirectory, num_steps
 def test_a_report_of_no_figures_says_so(run: RunDirectory) -> None:
     assert "no figures yet" in report(run)
     assert not (run.path / "report.html").exists()
+
+
+def test_report_says_when_nothing_was_learned_and_completions_were_cut(run: RunDirectory) -> None:
+    with MetricsWriter(run, 0, tensorboard=False) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"reward/mean": 0.0, "train/update_skipped": 1.0, "truncated/share": 0.9})
+    text = report(run)
+    assert "no update was made" in text
+    assert "90% of the completions were cut" in text
+
+
+def test_report_of_a_sound_run_has_no_notes(run: RunDirectory) -> None:
+    with MetricsWriter(run, 0, tensorboard=False) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"reward/mean": 0.1 * step, "train/update_skipped": 0.0, "truncated/share": 0.1})
+    assert "note:" not in report(run)

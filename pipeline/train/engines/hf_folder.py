@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from pekoe.pipeline.files import fsync_file, fsync_folder, publish
 from pekoe.pipeline.messages import TensorSpec
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")
+"""What configurations, tokenizers, templates and modelling code are made of; data that lies beside is not a model."""
+LEFT_OUT = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Written anew, or of other weight files."""
 SHARD_BYTES = 4 << 30
 
 
@@ -141,7 +144,7 @@ class HfFolderWriter:
             index = {"metadata": {}, "weight_map": names}
             (self.part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file in sorted(self.source.iterdir()):
-            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.name != "config.json":
+            if file.suffix in COPIED_SUFFIXES and file.name not in LEFT_OUT:
                 shutil.copyfile(file, self.part / file.name)
         settings = json.loads((self.source / "config.json").read_text())
         settings.pop("torch_dtype", None)
