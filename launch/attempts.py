@@ -3,6 +3,7 @@ and code."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import time
@@ -61,7 +62,7 @@ def begin_fresh(config: RunConfig, launcher: str, overrides: Sequence[str] = ())
         )
     if run.code.exists():
         shutil.rmtree(run.code)
-    return _begin(run, config, launcher, overrides)
+    return _begin(run, config, launcher, overrides, os.getcwd())
 
 
 def begin_resumed(run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str] = ()) -> Attempt:
@@ -80,6 +81,20 @@ def check_resumable(run: RunDirectory) -> None:
             "give the run directory that `pekoe run CONFIG` made"
         )
     check_has_ended(run)
+
+
+def check_is_run(run: RunDirectory) -> None:
+    """RunDirectoryError for a folder that no run has made."""
+    if not (run.run_json.exists() or run.config.exists() or run.metrics.is_dir() or run.shards.is_dir()):
+        raise RunDirectoryError(f"{run.path}: not a run directory (no run.json, config.yaml, metrics/ or shards/)")
+
+
+def first_directory(run: RunDirectory) -> str | None:
+    """The directory that the run was first started from; None if that is not known or the directory is gone."""
+    if not run.run_json.exists():
+        return None
+    directory = files.read_json(run.run_json).get("directory")
+    return str(directory) if directory and Path(directory).is_dir() else None
 
 
 def check_has_ended(run: RunDirectory) -> None:
@@ -119,13 +134,18 @@ def check_overrides(overrides: Sequence[str]) -> None:
         )
 
 
-def _begin(run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str]) -> Attempt:
+def _begin(
+    run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str], directory: str | None = None
+) -> Attempt:
+    """`directory`: where a fresh run is started from."""
     from pekoe.pipeline.config.snapshot import snapshot_code, write_run_config
 
     run.create()
     record: dict[str, Any] = {"id": uuid.uuid4().hex, "began": time.time(), "attempts": []}
     if run.run_json.exists():
         record = files.read_json(run.run_json)
+    if directory is not None:
+        record["directory"] = directory
     number = len(record["attempts"])
     record["attempts"].append(
         {

@@ -21,6 +21,7 @@ class ErrorRecord:
 
     attempt: int
     rank: int
+    """-1: no rank failed, the world was ended from outside."""
     host: str
     role: str
     phase: str
@@ -37,6 +38,8 @@ class ErrorRecord:
 
     def sentence(self) -> str:
         """For people, in one line."""
+        if self.rank < 0:
+            return self.error
         return (
             f"rank {self.rank} ({self.role or 'no role yet'}, {self.host}) failed in phase {self.phase!r}: {self.error}"
         )

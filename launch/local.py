@@ -1,7 +1,8 @@
 """Starts a world on this machine with the `mpiexec` of the PyPI `mpich` wheel, watches it, and says how it ended.
 
     pekoe run ─► mpiexec ─► proxy ─► supervisor of each rank ─► rank
-        └── signals, verdict over a private folder ──┘
+        ├── signals, verdict over a private folder ──┘
+        └─► guardian, which ends the world when this process is killed
 
 mpiexec's own word cannot be trusted: it returns 0 when a rank leaves by `os._exit(0)`, kills the survivors of any non-
 zero exit, does not always pass signals on, and waits for ever when a rank dies before MPI_Init. So ranks exit 0
@@ -11,7 +12,6 @@ towards it after an orderly end, and the true codes, pids and deaths come from t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -27,7 +27,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from pekoe.launch import terminal
+from pekoe.launch.attempts import first_directory
 from pekoe.launch.error_record import ErrorRecord, record_path, write_record
+from pekoe.launch.guardian import start_guardian
+from pekoe.launch.launch_notes import processes_of, read_notes
 from pekoe.launch.rank_log import TERMINAL
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE, STOP_SIGNALS
 from pekoe.launch.supervisor import LAUNCH_DIRECTORY
@@ -69,16 +73,17 @@ def mpiexec_arguments(mpiexec: Path, num_ranks: int, program: Sequence[str], pyt
 
 
 def rank_environment(inherited: Mapping[str, str], world: LocalWorld, folder: Path) -> dict[str, str]:
-    """The environment of mpiexec: the run's code snapshot comes before every install; nothing of another launcher
-    stays."""
+    """The environment of mpiexec: the run's code snapshot comes before every install, then the directory that the run
+    was first started from (a user's modules); nothing of another launcher stays."""
     kept = {
         name: value
         for name, value in inherited.items()
         if not name.startswith(("PMI_", "PMIX_", "OMPI_", "HYDI_", "MPI_LOCAL"))
     }
-    if world.run.code.is_dir():
-        old = inherited.get("PYTHONPATH")
-        kept["PYTHONPATH"] = os.pathsep.join(part for part in (str(world.run.code.resolve()), old) if part)
+    code = str(world.run.code.resolve()) if world.run.code.is_dir() else None
+    parts = [part for part in (code, first_directory(world.run), inherited.get("PYTHONPATH")) if part]
+    if parts:
+        kept["PYTHONPATH"] = os.pathsep.join(parts)
     if sys.stdout.isatty():
         kept[TERMINAL] = os.ttyname(sys.stdout.fileno())
     return {**kept, **world.variables, LAUNCH_DIRECTORY: str(folder)}
@@ -106,10 +111,13 @@ class _Launch:
         self.delivered: set[tuple[int, int]] = set()
         """(signal, rank)."""
         self.interrupts = 0
+        self.told = False
+        """Do people know that a stop is under way?"""
         self.dead_since: float | None = None
         self.first_dead: int | None = None
         self.handlers = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
         command = mpiexec_arguments(find_mpiexec(), world.num_ranks, world.program)
+        self.guardian = start_guardian(folder, world.run, world.attempt)
         self.process = subprocess.Popen(
             command, env=rank_environment(os.environ, world, folder), stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -119,21 +127,17 @@ class _Launch:
         try:
             while self.process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                notes = self.notes()
+                notes = read_notes(self.folder)
                 self._deliver(notes)
                 self._watch(notes)
         finally:
             self._kill_all()
+            self.guardian.kill()
+            self.guardian.communicate()
+            terminal.give_back()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        return self._verdict(self.notes())
-
-    def notes(self) -> dict[int, dict[str, Any]]:
-        """What ranks and supervisors have noted, by rank: `supervisor`, `pid`, and at the end `code`, `orderly`."""
-        found: dict[int, dict[str, Any]] = {}
-        for path in sorted(self.folder.glob("*.json"), reverse=True):
-            found.setdefault(int(path.stem.partition("-")[2]), {}).update(json.loads(path.read_text()))
-        return found
+        return self._verdict(read_notes(self.folder))
 
     def _on_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGINT:
@@ -144,7 +148,12 @@ class _Launch:
 
     def _deliver(self, notes: Mapping[int, Mapping[str, Any]]) -> None:
         """Signals go to supervisors, which forward them; a rank that is not there yet gets them when it is."""
+        if self.pending and not self.told:
+            self.told = True
+            once_more = " (once more: end at once)" if self.interrupts else ""
+            terminal.say(f"stopping: the step ends, a checkpoint is written{once_more}", above_display=True)
         if self.interrupts > 1:
+            self._record_interrupt()
             self._kill_all()
         for number in self.pending:
             for rank, note in notes.items():
@@ -192,6 +201,16 @@ class _Launch:
         self._record_death(notes)
         return EXIT_FAILURE
 
+    def _record_interrupt(self) -> None:
+        """Written before the world is killed: no rank is to blame."""
+        run = self.world.run
+        text = (
+            "ended at once by the user (second Ctrl-C), without a checkpoint of the last steps; "
+            f"continue from the newest checkpoint with `pekoe run --resume {run.path}`"
+        )
+        host = socket.gethostname()
+        write_record(run, ErrorRecord(self.world.attempt, -1, host, "", "stopping", 0.0, text))
+
     def _record_death(self, notes: Mapping[int, Mapping[str, Any]]) -> None:
         """Writes the record that a supervisor could not write because it was killed itself."""
         run, attempt = self.world.run, self.world.attempt
@@ -199,11 +218,7 @@ class _Launch:
             rank = self.first_dead if self.first_dead is not None else -1
             heartbeat = _last_heartbeat(run, rank)
             code = self.process.returncode
-            reason = (
-                "the world was killed by a second Ctrl-C"
-                if self.interrupts > 1
-                else f"the rank vanished (mpiexec: {code})"
-            )
+            reason = f"the rank vanished (mpiexec: {code})"
             if not notes:
                 reason = f"mpiexec ended with {code} before any rank started"
             write_record(
@@ -216,18 +231,8 @@ class _Launch:
             )  # fmt: skip
         record = read_json(record_path(run, attempt))
         known = {name: record[name] for name in ErrorRecord.__dataclass_fields__ if name in record}
-        print(f"pekoe: {ErrorRecord(**known).sentence()}", file=sys.stderr)
-        print(f"pekoe: the record is {record_path(run, attempt)}", file=sys.stderr, flush=True)
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """All processes that were started in a world: each inherited its private folder's name, children too."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(LAUNCH_DIRECTORY) == str(folder):
-                found.append(process)
-    return found
+        terminal.say(ErrorRecord(**known).sentence())
+        terminal.say(f"the record is {record_path(run, attempt)}", fresh=False)
 
 
 def _died(note: Mapping[str, Any]) -> bool:

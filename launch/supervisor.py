@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pekoe.launch.error_record import ErrorRecord, record_path, write_record
+from pekoe.launch.rank_log import TERMINAL
 from pekoe.launch.stop_signals import EXIT_REQUEUE, STOP_SIGNALS
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -247,7 +248,8 @@ def _finish(watched: _Watched, rank: int, status: int) -> NoReturn:
         run = watched.facts.get("run")
         unexplained = write_record(RunDirectory(Path(run)), record) if run else not watched.facts.get("explained")
         if unexplained:
-            print(f"pekoe: {record.sentence()}", file=sys.stderr, flush=True)
+            fresh_line = "\n" if os.environ.get(TERMINAL) else ""
+            print(f"{fresh_line}pekoe: {record.sentence()}", file=sys.stderr, flush=True)
     note_end(rank, code, orderly)
     os._exit(0 if orderly and os.environ.get(LAUNCH_DIRECTORY) else code)
 

@@ -113,10 +113,10 @@ def errors_text(run: RunDirectory) -> str:
     for path in sorted(run.errors.glob("*.json")):
         try:
             record = json.loads(path.read_bytes())
+            who = f"rank {record.get('rank', '?')} ({record.get('role', '?')}, {record.get('host', '?')}) in phase "
+            who = "" if record.get("rank") == -1 else f"{who}{record.get('phase', '?')!r}: "
             sentences.append(
-                f"error in attempt {record.get('attempt', '?')}: rank {record.get('rank', '?')} "
-                f"({record.get('role', '?')}, {record.get('host', '?')}) in phase {record.get('phase', '?')!r}: "
-                f"{record.get('error', 'unknown')}\n  see {path}"
+                f"error in attempt {record.get('attempt', '?')}: {who}{record.get('error', 'unknown')}\n  see {path}"
             )
         except (OSError, ValueError, AttributeError) as error:
             sentences.append(f"error record {path} cannot be read: {error}")

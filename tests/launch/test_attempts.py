@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from pekoe.launch.attempts import RunDirectoryError, begin_fresh, begin_resumed, check_overrides, run_directory
+from pekoe.launch.attempts import (
+    RunDirectoryError,
+    begin_fresh,
+    begin_resumed,
+    check_overrides,
+    first_directory,
+    run_directory,
+)
 from pekoe.launch.heartbeat_files import write_heartbeat
 from pekoe.pipeline.config.load import load
 from pekoe.pipeline.config.run import RunConfig
@@ -114,3 +121,17 @@ def test_a_run_whose_ranks_are_gone_is_resumed_at_once(tmp_path: Path) -> None:
     gone.wait()
     write_heartbeat(run, 0, beat(gone.pid, socket.gethostname()))
     assert begin_resumed(run, load(run.config), "mpiexec").number == 1
+
+
+def test_the_directory_of_the_first_start_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    monkeypatch.chdir(first)
+    run = begin_fresh(config_in(tmp_path), "mpiexec").run
+    monkeypatch.chdir(other)
+    begin_resumed(run, load(run.config), "mpiexec")
+    assert first_directory(run) == str(first)
+    first.rmdir()
+    assert first_directory(run) is None
+    assert first_directory(RunDirectory(other)) is None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from pekoe.launch.local import LocalWorld, find_mpiexec, mpiexec_arguments, rank
 from pekoe.pipeline.run_directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from worlds import StartedWorld
+from worlds import LAUNCH, PROGRAM, StartedWorld
 
 
 def test_arguments() -> None:
@@ -61,6 +64,41 @@ def test_first_interrupt_asks_and_the_second_kills(tmp_path: Path) -> None:
     assert ended.code == 1
     assert ended.output.count("signal 15: stopping") == 2
     assert "second Ctrl-C" in ended.records[0]["error"]
+    line = "pekoe: stopping: the step ends, a checkpoint is written (once more: end at once)\n"
+    assert ended.output.count(line) == 1
+    assert "pekoe: ended at once by the user (second Ctrl-C), without a checkpoint of the last steps" in ended.output
+    assert f"pekoe run --resume {run}" in ended.output
+    assert "rank -1" not in ended.output
+
+
+def test_messages_on_a_terminal_begin_on_fresh_lines_and_the_cursor_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    ours, theirs = pty.openpty()
+    arguments = [sys.executable, "-c", LAUNCH, str(tmp_path / "run"), "2", str(PROGRAM), str(tmp_path / "run"), "deaf"]
+    launcher = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        shown = read_until(ours, lambda text: text.count('"pid"') == 2)
+        launcher.send_signal(signal.SIGINT)
+        shown += read_until(ours, lambda text: "pekoe: stopping" in text)
+        launcher.send_signal(signal.SIGINT)
+        shown += read_until(ours, lambda text: "the record is" in text)
+        assert launcher.wait(10) == 1
+    finally:
+        launcher.kill()
+        os.close(ours)
+    assert "\n\npekoe: stopping: the step ends" in shown
+    assert shown.rindex("\x1b[?25h") < shown.index("\npekoe: ended at once by the user")
+
+
+def read_until(descriptor: int, enough: Callable[[str], bool], seconds: float = 30.0) -> str:
+    """What a terminal shows until it is enough, with plain line ends."""
+    text, deadline = "", time.monotonic() + seconds
+    while not enough(text):
+        assert time.monotonic() < deadline, text
+        if select.select([descriptor], [], [], 0.2)[0]:
+            text += os.read(descriptor, 65536).decode().replace("\r\n", "\n")
+    return text
 
 
 def test_signal_before_the_ranks_are_there_is_kept_for_them(tmp_path: Path) -> None:
