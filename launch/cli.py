@@ -15,6 +15,7 @@ from pekoe.launch.attempts import (
     RunDirectoryError,
     begin_fresh,
     begin_resumed,
+    check_is_run,
     check_overrides,
     check_resumable,
 )
@@ -27,11 +28,21 @@ if TYPE_CHECKING:
     from pekoe.launch.placement import Placement
     from pekoe.pipeline.config.run import RunConfig
 
+EXIT_USAGE = 2
+"""What argparse ends with, too."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the exit code: 0 done, 75 stopped by a signal (resume it), 78 wrong configuration, 1
     failure."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.version:
+        print(f"pekoe {_version()}")
+        return 0
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
     try:
         return int(arguments.command(arguments))
     except BrokenPipeError:
@@ -44,11 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIGURATION
 
 
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("pekoe")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pekoe", description="Asynchronous reinforcement learning of language models."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     run = commands.add_parser("run", help="start a run, or continue one with --resume")
     run.add_argument("config", nargs="?", help="YAML file (not with --resume)")
@@ -72,21 +91,21 @@ def _parser() -> argparse.ArgumentParser:
     areal.set_defaults(command=_config_import)
 
     status = commands.add_parser("status", help="what each rank of a run is doing")
-    status.add_argument("run", type=Path)
+    status.add_argument("run", type=Path, metavar="RUN", help="run directory")
     status.set_defaults(command=_status)
 
     shards = commands.add_parser("shards", help="list, show or verify trajectories")
     inspect_shards.add_arguments(shards)
-    shards.set_defaults(command=inspect_shards.main)
+    shards.set_defaults(command=_shards)
 
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
-    export.add_argument("run", type=Path)
-    export.add_argument("out", type=Path)
+    export.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    export.add_argument("out", type=Path, metavar="OUT", help="folder to write, in Hugging Face format")
     export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     export.set_defaults(command=_export)
 
     report = commands.add_parser("report", help="draw the curves of a run")
-    report.add_argument("run", type=Path)
+    report.add_argument("run", type=Path, metavar="RUN", help="run directory; report.html is written into it")
     report.set_defaults(command=_report)
     return parser
 
@@ -202,6 +221,11 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _shards(arguments: argparse.Namespace) -> int:
+    check_is_run(RunDirectory(arguments.run))
+    return inspect_shards.main(arguments)
+
+
 def _export(arguments: argparse.Namespace) -> int:
     from pekoe.launch.allocation import place
     from pekoe.pipeline.config.load import load
@@ -217,7 +241,9 @@ def _export(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from pekoe.pipeline.observe.report import report
 
-    print(report(RunDirectory(arguments.run)))
+    run = RunDirectory(arguments.run)
+    check_is_run(run)
+    print(report(run))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,24 @@ def test_config_import_prints_ours_and_notes(tmp_path: Path, capsys: pytest.Capt
 def test_status_of_nothing_is_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 78
     assert "not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["report"], ["shards", "ls"], ["shards", "verify"]])
+def test_what_is_no_run_is_78(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, str(tmp_path)]) == 78
+    assert capsys.readouterr().err.startswith(f"pekoe: {tmp_path}: not a run directory")
+    assert not list(tmp_path.iterdir())
+
+
+def test_version_and_help_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"pekoe \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+    assert main([]) == 2
+    assert "start a run, or continue one with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "report", "export"])
+def test_positional_arguments_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert re.search(r"RUN +run directory", capsys.readouterr().out)
