@@ -31,10 +31,18 @@ run=runs/$experiment/$trial
 echo "quickstart: training; the run directory is $run"
 code=0
 "$venv/bin/pekoe" run configs/quickstart.yaml "$@" "trial_name=$trial" || code=$?
-if [ "$code" -ne 0 ]; then
-  echo "quickstart: the run ended with exit code $code. Why: $run/errors/ and $run/logs/; then run this script again." >&2
-  exit "$code"
-fi
+case $code in
+  0) ;;
+  75)
+    echo "quickstart: the run was stopped; go on with $venv/bin/pekoe run --resume $run (from $PWD)" >&2
+    exit "$code" ;;
+  78)
+    echo "quickstart: nothing was started; the lines above name the key that is wrong" >&2
+    exit "$code" ;;
+  *)
+    echo "quickstart: the run ended with exit code $code. Why: $run/errors/ and $run/logs/; then run this script again." >&2
+    exit "$code" ;;
+esac
 
 cat <<TEXT
 

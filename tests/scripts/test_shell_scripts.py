@@ -83,3 +83,26 @@ def test_setup_reports_a_failed_installation_and_is_quiet_once_complete(copy: Pa
 
     (copy / "setup.cfg").write_text("[options]\n")
     assert "up to date" not in run(["scripts/setup_venv.sh"], copy).stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (75, "go on with {venv}/bin/pekoe run --resume runs/e/t "),
+        (78, "nothing was started; the lines above name the key"),
+        (1, "ended with exit code 1. Why: runs/e/t/errors/"),
+    ],
+)
+def test_quickstart_says_the_next_step_for_each_exit_code(copy: Path, code: int, sentence: str) -> None:
+    """The commands here end as told at once: the texts are under test, not the run."""
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", copy / "scripts")
+    venv = copy / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for path, end in (("scripts/setup_venv.sh", 0), ("venv/bin/python", 0), ("venv/bin/pekoe", code)):
+        (copy / path).write_text(f"#!/bin/sh\nexit {end}\n")
+        (copy / path).chmod(0o755)
+    arguments = ["scripts/quickstart.sh", "experiment_name=e", "trial_name=t"]
+    done = run(arguments, copy, PEKOE_VENV=str(venv))
+    assert done.returncode == code
+    assert sentence.format(venv=venv) in done.stderr
+    assert "Where things are" not in done.stdout
