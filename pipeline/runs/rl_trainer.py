@@ -18,7 +18,7 @@ from pekoe.pipeline.algorithm.normalise import normalise_tokens
 from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
 from pekoe.pipeline.files import write_bytes
-from pekoe.pipeline.messages import Endpoint, Hello, PublishWeights, TensorSpec
+from pekoe.pipeline.messages import Endpoint, Hello, Inbox, PublishWeights, TensorSpec
 from pekoe.pipeline.records import PackedBatch, RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
@@ -48,20 +48,44 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     set_phase("loading the model")
     with context.building:
         engine = build_engine(context)
-    sender: WeightSender = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").sender(
-        transport_setup(context, "trainer")
-    )
+    transport = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode")
+    sender: WeightSender = transport.sender(transport_setup(context, "trainer"))
     store = Store(context.run)
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt, hashed=False)
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
         load_checkpoint(context, engine)
+    learner = build_learner(context, inbox, engine, sender, store, checkpoints)
+    if context.is_head:
+        crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
+    world.post.send(HEAD, Hello("trainer", context.start.version))
+    outcome = learner.run()
+    sender.close()
+    engine.close()
+    dist.destroy_process_group()
+    return outcome
+
+
+def build_learner(
+    context: RunContext, inbox: Inbox, engine: TrainEngine, sender: WeightSender, store: Store, checkpoints: Checkpoints
+) -> Learner:
+    """The learner with what it needs of the other stages."""
+    config, world = context.config, context.world
 
     def read_rows(keys: Sequence[RowKey]) -> list[tuple[int, Trajectory]]:
         try:
             return store.read([(key.shard, key.row) for key in keys])
         except BadRows as error:
             raise BadRowsError(error.rows) from error
+
+    def make_loss(num_active: int, num_sequences: int, version: int) -> PolicyObjective:
+        return PolicyObjective(
+            config.actor,
+            num_active=num_active,
+            num_sequences=num_sequences,
+            max_new_tokens=config.gconfig.max_new_tokens,
+            version=version,
+        )
 
     def save_extra(folder: Path, state: bytes) -> None:
         write_bytes(folder / f"rng-{world.rank}.msgpack", capture_rng_state(context.device))
@@ -73,43 +97,25 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     ) -> None:
         sender.send(message.version, message.epoch, message.members, specs, weights)
 
-    learner = Learner(
-        config,
-        LearnerParts(
-            post=world.post,
-            inbox=inbox,
-            head=HEAD,
-            engine=engine,
-            read_rows=read_rows,
-            add_advantages=lambda batches, rows, groups: add_advantages(context, batches, rows, groups),
-            make_loss=lambda num_active, num_sequences, version: PolicyObjective(
-                config.actor,
-                num_active=num_active,
-                num_sequences=num_sequences,
-                max_new_tokens=config.gconfig.max_new_tokens,
-                version=version,
-            ),
-            needs_prox_forward=needs_prox_forward(config.actor),
-            transfer_error=TransferError,
-            send_weights=send_weights,
-            check_sequences=check_sequences(config),
-            checkpoint_folder=checkpoints.part,
-            save_extra=save_extra,
-            export_folder=lambda path: context.run.path / path,
-            set_phase=set_phase,
-            set_version=world.set_version,
-        ),
-        context.num_steps,
-        context.start.version,
+    parts = LearnerParts(
+        post=world.post,
+        inbox=inbox,
+        head=HEAD,
+        engine=engine,
+        read_rows=read_rows,
+        add_advantages=lambda batches, rows, groups: add_advantages(context, batches, rows, groups),
+        make_loss=make_loss,
+        needs_prox_forward=needs_prox_forward(config.actor),
+        transfer_error=TransferError,
+        send_weights=send_weights,
+        check_sequences=check_sequences(config),
+        checkpoint_folder=checkpoints.part,
+        save_extra=save_extra,
+        export_folder=lambda path: context.run.path / path,
+        set_phase=context.phase_of("learner"),
+        set_version=world.set_version,
     )
-    if context.is_head:
-        crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
-    world.post.send(HEAD, Hello("trainer", context.start.version))
-    outcome = learner.run()
-    sender.close()
-    engine.close()
-    dist.destroy_process_group()
-    return outcome
+    return Learner(config, parts, context.num_steps, context.start.version)
 
 
 def form_trainer_group(context: RunContext) -> None:
