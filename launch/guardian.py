@@ -23,6 +23,7 @@ import psutil  # type: ignore[import-untyped]
 
 from pekoe.launch.error_record import ErrorRecord, write_record
 from pekoe.launch.launch_notes import processes_of, read_notes
+from pekoe.launch.stop_signals import EXIT_DONE
 from pekoe.launch.supervisor import LAUNCH_DIRECTORY
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -63,7 +64,8 @@ def main(arguments: list[str]) -> int:
         _tell(record.sentence())
     _kill(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    _tell(f"continue with `pekoe run --resume {run.path}`")
+    if not notes or any(note.get("code") != EXIT_DONE for note in notes.values()):
+        _tell(f"continue with `pekoe run --resume {run.path}`")
     return 0
 
 
