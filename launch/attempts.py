@@ -126,7 +126,11 @@ def _process_lives(pid: int) -> bool:
 def check_overrides(overrides: Sequence[str]) -> None:
     """RunDirectoryError for a key that a resumed run must keep."""
     names = [override.partition("=")[0] for override in overrides]
-    fixed = [name for name in names if any(name == key or name.startswith(key + ".") for key in FIXED_KEYS)]
+    fixed = [
+        name
+        for name in names
+        if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in FIXED_KEYS)
+    ]
     if fixed:
         raise RunDirectoryError(
             f"{', '.join(fixed)}: cannot change when a run is resumed, since its data was made under the old value; "

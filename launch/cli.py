@@ -170,6 +170,9 @@ def _join(source: str, overrides: Sequence[str], resumed: RunDirectory | None, f
     """Becomes a rank of the world that this process was started in; does not return."""
     from pekoe.launch.rank import Origin, run_rank
 
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
     def load() -> RunConfig:
         return load_checked(source, overrides, quiet=facts.rank != 0)[0]
 
@@ -232,7 +235,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from pekoe.pipeline.runs.export import export
 
     run = RunDirectory(arguments.run)
-    check_resumable(run)
+    check_is_run(run)
     config = load(run.config)
     print(export(run, config, place(config).actor.engine, arguments.out, arguments.step))
     return 0

@@ -52,16 +52,19 @@ def main(arguments: list[str]) -> int:
     if not folder.is_dir():
         return 0
     _tell(f"the launcher (pid {launcher}) is gone: its ranks stop now, within {STOP_SECONDS:.0f} s")
+    began = time.monotonic()
     _stop(folder)
+    seconds = time.monotonic() - began
     notes = read_notes(folder)
     if not notes or not all(note.get("orderly") for note in notes.values()):
-        error = f"the launcher (pid {launcher}) was killed; the ranks were not over {STOP_SECONDS:.0f} s later"
+        how = f"were killed {seconds:.0f} s later" if processes_of(folder) else "ended without a checkpoint"
+        error = f"the launcher (pid {launcher}) was killed and its ranks {how}"
         record = ErrorRecord(
             attempt=attempt, rank=-1, host=socket.gethostname(), role="", phase="stopping",
-            phase_seconds=STOP_SECONDS, error=error,
+            phase_seconds=round(seconds, 1), error=error,
         )  # fmt: skip
-        write_record(run, record)
-        _tell(record.sentence())
+        if write_record(run, record):
+            _tell(record.sentence())
     _kill(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if not notes or any(note.get("code") != EXIT_DONE for note in notes.values()):

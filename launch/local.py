@@ -219,6 +219,8 @@ class _Launch:
             heartbeat = _last_heartbeat(run, rank)
             code = self.process.returncode
             reason = f"the rank vanished (mpiexec: {code})"
+            if rank < 0:
+                reason = f"a rank vanished, which one is not known (mpiexec: {code})"
             if not notes:
                 reason = f"mpiexec ended with {code} before any rank started"
             write_record(

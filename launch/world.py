@@ -186,16 +186,20 @@ class World:
 
         threading.Thread(target=work, name=name, daemon=True).start()
 
-    def share(self, value: Any, root: int = 0, seconds: float = 600.0) -> Any:
-        """Start-up only, all ranks, main thread: everyone gets the root's value (what JSON can hold, at most 1 MiB)."""
+    def share(self, value: Any, root: int = 0) -> Any:
+        """Start-up only, all ranks, main thread: everyone gets the root's value (what JSON can hold, at most 1 MiB).
+
+        TimeoutError when the root takes longer than `cluster.setup_seconds`.
+        """
+        seconds = self.settings.setup_seconds
         data = bytearray(msgspec.json.encode(value)) if self.rank == root else bytearray()
         if len(data) > SHARE_BYTES:
             raise ValueError(f"share: the value has {len(data)} bytes; allowed: at most {SHARE_BYTES}")
         length = bytearray(len(data).to_bytes(8, "little"))
-        self._wait(self._communicator.Ibcast(length, root), seconds, "the shared value")
+        self._wait(self._communicator.Ibcast(length, root), seconds, "the shared value (limit: cluster.setup_seconds)")
         if self.rank != root:
             data = bytearray(int.from_bytes(length, "little"))
-        self._wait(self._communicator.Ibcast(data, root), seconds, "the shared value")
+        self._wait(self._communicator.Ibcast(data, root), seconds, "the shared value (limit: cluster.setup_seconds)")
         return msgspec.json.decode(data)
 
     def serve(self, done: threading.Event) -> None:

@@ -37,7 +37,7 @@ case $code in
     echo "quickstart: the run was stopped; go on with $venv/bin/pekoe run --resume $run (from $PWD)" >&2
     exit "$code" ;;
   78)
-    echo "quickstart: nothing was started; the lines above name the key that is wrong" >&2
+    echo "quickstart: nothing was trained; the lines above say what is wrong" >&2
     exit "$code" ;;
   *)
     echo "quickstart: the run ended with exit code $code. Why: $run/errors/ and $run/logs/; then run this script again." >&2

@@ -102,9 +102,12 @@ def context_limit(config: RunConfig, model_limit: int | None) -> int | None:
 
 
 def _check_context(config: RunConfig, model_limit: int | None, findings: Findings) -> None:
-    given = config.gconfig.max_tokens
-    if given is not None and model_limit is not None and given > model_limit:
-        findings.wrong("gconfig.max_tokens", given, f"is above the model's context; allowed: <= {model_limit}, or null")
+    for name in ("gconfig", "eval_gconfig"):
+        section: GenerationConfig | None = getattr(config, name)
+        given = None if section is None else section.max_tokens
+        if given is not None and model_limit is not None and given > model_limit:
+            allowed = f"is above the model's context; allowed: <= {model_limit}, or null"
+            findings.wrong(f"{name}.max_tokens", given, allowed)
     limit = context_limit(config, model_limit)
     budget = config.actor.mb_spec.max_tokens_per_mb // config.actor.mb_spec.granularity
     if limit is None or limit > budget:

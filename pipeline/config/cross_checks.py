@@ -180,10 +180,11 @@ def _check_batch(config: RunConfig, findings: Findings) -> None:
             f"is not allowed with actor.mb_spec.granularity {spec.granularity}: rows that stay together would be torn; "
             "allowed: false, or granularity 1",
         )
-    valid, default = config.valid_dataset, DatasetConfig()
-    for name in ("batch_size", "shuffle") if valid is not None else ():
-        if getattr(valid, name) != getattr(default, name):
-            findings.warn(f"valid_dataset.{name}", getattr(valid, name), "has no effect: every example is taken once")
+    if config.valid_dataset is not None:
+        for name in ("batch_size", "shuffle"):
+            value = getattr(config.valid_dataset, name)
+            if value != getattr(DatasetConfig(), name):
+                findings.warn(f"valid_dataset.{name}", value, "has no effect: every example is taken once")
     if spec.max_sequences_per_mb is not None and spec.max_sequences_per_mb < spec.granularity:
         findings.wrong(
             "actor.mb_spec.max_sequences_per_mb",

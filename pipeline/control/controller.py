@@ -73,6 +73,14 @@ class NoProgress(RuntimeError):
     """A wait outlived its limit."""
 
 
+class NothingToTrain(RuntimeError):
+    """The data ended before a step could be made."""
+
+
+class CheckpointFailure(RuntimeError):
+    """The last checkpoint of an attempt could not be written: what came after the one before is not safe."""
+
+
 @dataclass
 class ControllerParts:
     """What `runs/rl_head.py` passes in: the other stages, as plain functions and objects."""
@@ -253,7 +261,10 @@ class Controller:
         self.exported_version = self.version
 
     def evaluate(self, block: bool) -> None:
-        """Starts an evaluation; `block` waits for it, with nothing else running, so that one version is measured."""
+        """Starts an evaluation; `block` waits for it, with nothing else running, so that one version is measured.
+
+        One that a stop gives up is not repeated on resume, unless it was of the version that the run stopped at.
+        """
         if not self.parts.num_validation or self.evaluated_version == self.version:
             return
         self._await_evaluation("the last evaluation")
@@ -284,6 +295,11 @@ class Controller:
         """Checkpoint, export, last evaluation (after a stop the checkpoint only); then everybody is told to stop."""
         self.admitting = False
         self.checkpoint()
+        if self.saved_version != self.version:
+            raise CheckpointFailure(
+                f"the checkpoint of version {self.version} could not be written (the log says why); "
+                f"--resume goes on from version {max(self.saved_version, 0)}"
+            )
         if not self.parts.stop_requested():
             if self.config.saver.at_end:
                 self.export()
@@ -391,7 +407,7 @@ class Controller:
             hint = "look at what the workflow returns"
             if counts.get("rejected_too_long"):
                 hint = "prompts leave no room: raise gconfig.max_tokens, or take a model with a longer context"
-            raise NoProgress(
+            raise NothingToTrain(
                 f"the data ended before a step could be made: every group was filtered or skipped ({counts}); {hint}"
             )
         logger.warning("the data ended after %d of %d steps (%s)", self.version, self.num_steps, counts)

@@ -140,8 +140,11 @@ class Dispatcher:
                 if self.admission.capacity() <= 0 or any(row.length > longest for row in published.rows):
                     continue
                 oldest = min(row.min_version for row in published.rows)
-                too_old = self.table.eta is not None and oldest + self.table.eta < version
-                if too_old or published.group in self.table.groups or self.cursor.is_closed(published.group):
+                if (
+                    not self.table.has_room(oldest, version)
+                    or published.group in self.table.groups
+                    or self.cursor.is_closed(published.group)
+                ):
                     continue
                 self.cursor.adopt([published.group])
                 self.table.admit(
@@ -237,7 +240,7 @@ class Dispatcher:
         late = self.table.overdue(version, want)
         if waited_seconds >= rollout.stale_wait_seconds:
             limit = time.monotonic() - rollout.stale_wait_seconds
-            late = late or [g for g in self.table.running() if g.since < limit]
+            late = [g for g in (late or self.table.running()) if g.since < limit]
         elif rollout.stale_policy == "wait" or len(self.table.ready) < want:
             return
         for group in late:

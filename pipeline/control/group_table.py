@@ -157,6 +157,16 @@ class GroupTable:
             chosen.setdefault(group.number, group)
         return Selection(list(chosen.values()), want - len(chosen))
 
+    def has_room(self, admitted_version: int, version: int) -> bool:
+        """Whether one more group of this age could still be trained on in time, beside those that are there."""
+        if self.eta is None:
+            return True
+        own = admitted_version + self.eta
+        if own < version:
+            return False
+        due = sorted([own, *(self._deadline(group) for group in self.groups.values())])
+        return all(count <= (deadline - version + 1) * self.batch for count, deadline in enumerate(due, start=1))
+
     def _deadline(self, group: OutstandingGroup) -> int:
         assert self.eta is not None
         return group.admitted_version + self.eta

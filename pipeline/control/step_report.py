@@ -44,7 +44,7 @@ class StepReport:
     def begin(self) -> None:
         """Everybody is there: time counts from here."""
         self.began = self.step_began = time.monotonic()
-        self.sampled.append((self.began, 0))
+        self.sampled.append((self.began, self.sampled[-1][1] if self.sampled else 0))
 
     def trained(self, rows: StepRows, stats: Mapping[str, float], losses: Losses, seconds: float) -> None:
         rewards = np.array([row.reward for _, row in rows.rows])

@@ -74,10 +74,10 @@ def report(run: RunDirectory) -> str:
 
 def remarks(lines: list[MetricsLine]) -> list[str]:
     """What a person should know before trusting the curve."""
-    skipped = series(lines, "train/update_skipped")[1]
+    norms = series(lines, "train/grad_norm")[1]
     truncated = series(lines, "truncated/share")[1]
     found = []
-    if skipped and sum(skipped) == len(skipped):
+    if norms and not any(norms):
         found.append(
             "note: no update was made, since in every step the rewards of each group were equal: another reward, "
             "easier prompts or more samples are needed"

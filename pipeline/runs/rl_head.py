@@ -141,6 +141,8 @@ def go_back(
     version = context.start.version
     ledger.set_aside_after(version)
     metrics.truncate_after(version)
+    for folder in run_exports_after(context.run, version):
+        context.run.put_aside(folder, f"the run went on from version {version}")
     kept: set[str] = set()
     consumed = {entry.shard for record in ledger.read(version) for entry in record.consumed}
     if context.start.checkpoint:
@@ -154,6 +156,12 @@ def go_back(
         store.collect(sorted(consumed - kept))
     store.set_aside_unknown(context.world.attempt, kept)
     logger.info("attempt %d goes on from version %d with %d shards", context.world.attempt, version, len(kept))
+
+
+def run_exports_after(run: RunDirectory, version: int) -> list[Path]:
+    """Exports of a future that was abandoned."""
+    found = {path: path.name.removeprefix("step-") for path in run.exports.glob("step-*")}
+    return [path for path, step in found.items() if step.isdigit() and int(step) > version]
 
 
 def done_at(run: RunDirectory, version: int) -> frozenset[str]:

@@ -186,3 +186,32 @@ def test_the_dispatcher_handles_five_thousand_notices_a_second() -> None:
             dispatcher.table.choose(0)
             dispatcher.flush(0)
     assert 8000 / (time.process_time() - began) > 5000
+
+
+def test_a_late_group_is_dropped_once_and_gets_its_time_again() -> None:
+    """After the limit every poll looks again: a group issued anew must not be given up at once."""
+    made = config(eta=0, batch=2)
+    made.rollout.stale_wait_seconds = 0.2
+    dispatcher = Dispatcher(made, Loopback(2), Cursor(10, 1, True, 1), [1], 5)
+    dispatcher.admit_all()
+    time.sleep(0.25)
+    for _ in range(5):
+        dispatcher.drop_stale(0, 1.0)
+        dispatcher.admit_all()
+    assert dispatcher.counts["dropped"] == 2
+    assert {group.try_number for group in dispatcher.table.groups.values()} == {1}
+
+
+def published(number: int, version: int) -> Published:
+    return Published(f"s{number}", (PublishedGroup(number, 0, (Row(0, 0, 5, 3, 1.0, version, version, False),)),))
+
+
+def test_a_resume_with_smaller_limits_adopts_what_can_still_be_used_in_time() -> None:
+    made = config(eta=1, batch=2)
+    dispatcher = Dispatcher(made, Loopback(2), Cursor(40, 1, True, 1), [1], 20)
+    dispatcher.restore({"tries": {}, "counts": {}, "losses": {"filtered": [], "skipped": []}}, 10)
+    kept = dispatcher.adopt([published(20 + n, 9) for n in range(4)], 10)
+    assert len(kept) == 2
+    chosen = dispatcher.table.choose(10)
+    assert chosen is not None
+    assert len(chosen) == 2

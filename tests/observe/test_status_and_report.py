@@ -189,7 +189,7 @@ def test_a_report_of_no_figures_says_so(run: RunDirectory) -> None:
 def test_report_says_when_nothing_was_learned_and_completions_were_cut(run: RunDirectory) -> None:
     with MetricsWriter(run, 0, tensorboard=False) as writer:
         for step in (1, 2, 3):
-            writer.write(step, {"reward/mean": 0.0, "train/update_skipped": 1.0, "truncated/share": 0.9})
+            writer.write(step, {"reward/mean": 0.0, "train/grad_norm": 0.0, "truncated/share": 0.9})
     text = report(run)
     assert "no update was made" in text
     assert "90% of the completions were cut" in text
@@ -198,5 +198,5 @@ def test_report_says_when_nothing_was_learned_and_completions_were_cut(run: RunD
 def test_report_of_a_sound_run_has_no_notes(run: RunDirectory) -> None:
     with MetricsWriter(run, 0, tensorboard=False) as writer:
         for step in (1, 2, 3):
-            writer.write(step, {"reward/mean": 0.1 * step, "train/update_skipped": 0.0, "truncated/share": 0.1})
+            writer.write(step, {"reward/mean": 0.1 * step, "train/grad_norm": 0.5, "truncated/share": 0.1})
     assert "note:" not in report(run)
