@@ -89,7 +89,7 @@ def test_setup_reports_a_failed_installation_and_is_quiet_once_complete(copy: Pa
     ("code", "sentence"),
     [
         (75, "go on with {venv}/bin/pekoe run --resume runs/e/t "),
-        (78, "nothing was started; the lines above name the key"),
+        (78, "nothing was trained; the lines above say what is wrong"),
         (1, "ended with exit code 1. Why: runs/e/t/errors/"),
     ],
 )
