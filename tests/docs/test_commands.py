@@ -1,7 +1,8 @@
 """Every command in README and docs is run, in the order in which a reader meets it.
 
 Runs are made small by overrides behind the documented ones; paths of examples point to what the test made. A command
-that fits no rule below fails the test: a new command needs a way to be run.
+that fits no rule below fails the test: a new command needs a way to be run. Run elsewhere: the lines of SmolLM2
+(tests/scripts/test_smollm2_recipe.py, slow) and of CI_RUNS; `scripts/test.sh` only collects here.
 """
 
 from __future__ import annotations
