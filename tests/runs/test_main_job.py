@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from run_command import Outcome, base_overrides, environment, run
 from tiny_model import write_tiny_model
 
+from pekoe.pipeline.config.load import load
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.store import Store
 
@@ -93,7 +94,8 @@ def check_commands(outcome: Outcome) -> None:
     pekoe("shards", "verify", outcome.run)
     shown = pekoe("shards", "show", outcome.run)
     assert "reward" in shown
-    assert "pekoe" in (outcome.run / "config.yaml").read_text() or (outcome.run / "config.yaml").stat().st_size > 500
+    assert load(outcome.run / "config.yaml").rollout.max_head_offpolicyness == 2
+    assert (outcome.run / "code" / "pekoe" / "launch" / "world.py").exists()
     assert (outcome.run / "report" / "reward.png").stat().st_size > 1000
 
 
