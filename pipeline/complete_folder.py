@@ -7,10 +7,8 @@ something; whoever opens one compares it with its marker first.
 from __future__ import annotations
 
 import concurrent.futures
-import errno
 import hashlib
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 from pekoe.pipeline import files
 
 MARKER = "COMPLETE.json"
-DISCARDED = ".discarded"
 BLOCK_BYTES = 1 << 22
 
 
@@ -66,16 +63,6 @@ def verify(folder: Path, deep: bool = False, retry_seconds: float = 0.0) -> dict
         pause = min(pause * 2, 1.0)
 
 
-def discard(folder: Path) -> None:
-    """Removes a folder; at no instant does a part of it stand under its name."""
-    away = folder.with_name(f"{folder.name}.{os.getpid()}{DISCARDED}")
-    try:
-        os.rename(folder, away)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(away, ignore_errors=True)
-
-
 def file_hash(path: Path) -> str:
     """BLAKE2b (32 hex digits) of a file's bytes."""
     digest = hashlib.blake2b(digest_size=16)
@@ -99,7 +86,7 @@ def _verify(folder: Path, deep: bool) -> dict[str, Any]:
         try:
             found = (folder / name).stat().st_size
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
+            if not isinstance(error, NotADirectoryError) and error.errno not in files.LATE:
                 raise
             raise IncompleteFolderError(f"{folder}: {name} is missing") from error
         if found != size:

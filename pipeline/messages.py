@@ -5,10 +5,11 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
 
     head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
-    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, StopTrainer
-    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved, Exported
-    any   -> head      Heartbeat, SignalReceived, Leaving
-    head  -> any       Farewell
+    rollout -> head    DiskRefused
+    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, RollCall, StopTrainer
+    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved, Exported, Present
+    any   -> head      Heartbeat, SignalReceived, Leaving, Stacks
+    head  -> any       Farewell, ShowStacks
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import queue
 from typing import Protocol
 
 import msgspec
+
+STACKS_LIMIT = 60_000
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -103,6 +106,15 @@ class Published(Message, frozen=True):
 
     path: str
     groups: tuple[PublishedGroup, ...]
+
+
+class DiskRefused(Message, frozen=True):
+    """A shard could not be published for lack of space or quota; its groups are kept, and it is tried again.
+
+    The next `Published` of the rank says that it went well."""
+
+    reason: str
+    num_groups: int
 
 
 class Rejected(Message, frozen=True):
@@ -275,12 +287,28 @@ class Save(Message, frozen=True):
     state: bytes = b""
 
 
+class WrittenFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a checkpoint, as its writer saw its bytes go out."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    num_bytes: int
+    blake2b: str
+    """32 hex digits."""
+
+
 class Saved(Message, frozen=True):
-    """A trainer rank has written its part of the checkpoint."""
+    """A trainer rank has written its part of the checkpoint, durably (or why not)."""
 
     version: int
     seconds: float
+    """From the order to the last byte."""
+    stage_seconds: float = 0.0
+    """Of these, how long training stood still."""
+    files: tuple[WrittenFile, ...] = ()
     error: str = ""
+    disk_is_full: bool = False
+    """The error is lack of space or quota: it is worth trying again."""
 
 
 class Export(Message, frozen=True):
@@ -295,6 +323,18 @@ class Exported(Message, frozen=True):
 
     version: int
     path: str
+
+
+class RollCall(Message, frozen=True):
+    """A stop was asked for: whoever can take part in a last checkpoint answers Present."""
+
+    number: int
+
+
+class Present(Message, frozen=True):
+    """A trainer rank stands at a step boundary and can save."""
+
+    number: int
 
 
 class StopTrainer(Message, frozen=True):
@@ -323,6 +363,20 @@ class Heartbeat(Message, frozen=True):
     version: int
     gauges: dict[str, float] = {}
     """Queue sizes, tokens/s, oldest running episode's age …"""
+
+
+class ShowStacks(Message, frozen=True):
+    """To a rank that is waited for: what are your threads doing? Answered by its main thread."""
+
+    number: int
+
+
+class Stacks(Message, frozen=True):
+    """The Python stacks of all threads of a rank, newest call last."""
+
+    number: int
+    text: str
+    """At most STACKS_LIMIT characters."""
 
 
 class SignalReceived(Message, frozen=True):

@@ -36,6 +36,11 @@ class RunDirectory:
         return self.path / "shards"
 
     @property
+    def archive(self) -> Path:
+        """Consumed trajectories in few large files, with `rollout.keep_trajectories: archive`."""
+        return self.path / "archive"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "ledger"
 
@@ -89,7 +94,7 @@ class RunDirectory:
             count += 1
             target = self.set_aside / f"{name}.{count}"
         try:
-            os.rename(path, target)
+            files.disk.rename(path, target)
         except FileNotFoundError:
             return None
         record = {"path": self.relative(path), "reason": reason, "time": time.time()}

@@ -27,9 +27,18 @@ class ClusterConfig:
     silence_seconds: float = setting(
         120.0, "the run fails when the main thread of a rank has sent no heartbeat for this long", above=0
     )
+    time_limit: str | None = setting(
+        "auto",
+        "when the job ends, so that the run saves in time: auto takes it from Slurm; or as sbatch writes it "
+        "(D-HH:MM:SS, HH:MM:SS, minutes), counted from the start of the job; null = no limit",
+    )
     grace_seconds: float = setting(
         60.0, "time from the first stop signal to the hard end of the attempt, saving included", above=0
+    )
+    acknowledge_seconds: float = setting(
+        10.0, "after a stop signal: nothing is saved unless every trainer rank answers within this time", above=0
     )
     abort_seconds: float = setting(5.0, "how long a failing world may take to write its error record", above=0)
     setup_seconds: float = setting(600.0, "limit for start-up: models loaded, groups formed", above=0)
     progress_seconds: float = setting(1800.0, "the run fails when no group and no step arrived for this long", above=0)
+    full_disk_seconds: float = setting(3600.0, "how long a full disk or quota pauses the run before it fails", above=0)

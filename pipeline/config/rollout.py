@@ -31,7 +31,12 @@ class RolloutConfig:
     max_consecutive_failures: int = setting(16, "failed groups in a row that stop the run", minimum=1)
     shard_max_groups: int = setting(256, "groups in a shard before it is published", minimum=1)
     shard_max_seconds: float = setting(30.0, "age at which an open shard is published unasked", above=0)
-    keep_shards: bool = setting(False, "keep consumed shards after the checkpoint that covers them, to look at")
+    keep_trajectories: str = setting(
+        "none",
+        "consumed shards after the checkpoint that covers them: none = deleted, archive = put together in few large "
+        "files, shards = kept as they are",
+        choices=("none", "archive", "shards"),
+    )
     logprob_gap_limit: float = setting(
         0.5, "mean |log-prob(engine) - log-prob(trainer)| on equal weights above which the run stops", above=0
     )

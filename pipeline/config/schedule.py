@@ -23,6 +23,8 @@ class RecoverConfig:
         50, "checkpoint every so many steps; null = only on a signal and at the end", minimum=1
     )
     keep: int = setting(2, "complete checkpoints kept", minimum=1)
+    asynchronous: bool = setting(True, "write from a copy in host memory while training goes on")
+    max_failures: int = setting(3, "failed saves in a row that stop the run", minimum=1)
 
 
 @dataclass

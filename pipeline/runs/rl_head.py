@@ -52,7 +52,7 @@ def lead(
     context.add_gauges("control", dispatcher.gauges)
     progress = Progress(config.stats_logger.progress)
     validation = context.data.validation
-    account = Account(ledger, store, checkpoints, dispatcher, config.rollout.keep_shards)
+    account = Account(ledger, store, checkpoints, dispatcher, config.rollout.keep_trajectories != "none")
 
     controller = Controller(
         config,
@@ -150,7 +150,7 @@ def go_back(
         cursor.restore(state["cursor"])
         dispatcher.restore(state, version)
         kept = dispatcher.adopt(store.adoptable(version), version)
-    if context.config.rollout.keep_shards:
+    if context.config.rollout.keep_trajectories != "none":
         kept |= consumed
     else:
         store.collect(sorted(consumed - kept))

@@ -83,7 +83,7 @@ class Checkpoints:
 
     def abandon(self, step: int) -> None:
         """Head only, after all ranks reported and one failed: removes what was written of the step."""
-        complete_folder.discard(self.part(step))
+        files.put_away(self.part(step))
 
     def latest(self, deep: bool = False) -> tuple[int, Path] | None:
         """Head only: the newest complete checkpoint, verified (`deep` compares hashes too); None when there never was
@@ -139,7 +139,7 @@ class Checkpoints:
             complete.append(found.path)
         surplus = [path for path in complete[self._keep :] if path != self._resumed_from]
         for path in [*surplus, *self._remains()]:
-            complete_folder.discard(path)
+            files.put_away(path)
         return surplus
 
     def _all(self) -> list[Checkpoint]:
@@ -152,4 +152,4 @@ class Checkpoints:
     def _remains(self) -> list[Path]:
         """Begun by earlier attempts and never finished, or on the way out."""
         begun = [path for path in self._folder.glob(f"step-*{files.PART}") if path not in self._begun]
-        return begun + list(self._folder.glob(f"step-*{complete_folder.DISCARDED}"))
+        return begun + list(self._folder.glob(f"step-*{files.DISCARDED}"))

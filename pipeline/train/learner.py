@@ -206,7 +206,7 @@ class Learner:
         except OSError as failure:
             logger.exception("checkpoint of version %d failed", message.version)
             error = f"{type(failure).__name__}: {failure}"[:2000]
-        self.parts.post.send(self.parts.head, Saved(message.version, time.monotonic() - began, error))
+        self.parts.post.send(self.parts.head, Saved(message.version, time.monotonic() - began, error=error))
 
     def _tell_from_first(self, message: Message) -> None:
         if self.parts.post.rank == self.parts.head:

@@ -32,7 +32,7 @@ def run_action(args: argparse.Namespace) -> int:
         print(f"{unknown[0]}: no such shard; `pekoe shards ls {args.run}` lists {len(known)}", file=sys.stderr)
         return 2
     if not names:
-        kept = "consumed ones are deleted after a checkpoint; rollout.keep_shards=true keeps them"
+        kept = "consumed ones are deleted after a checkpoint; rollout.keep_trajectories=shards or =archive keeps them"
         print(f"no shards in {run.shards} ({kept})")
         return 0
     if args.action == "ls":

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from pekoe.pipeline import complete_folder, files
 from pekoe.pipeline.complete_folder import IncompleteFolderError
 from pekoe.pipeline.messages import PrepareWeights, TensorSpec
+from pekoe.pipeline.pins import Pin, Pins
 from pekoe.pipeline.weights.buckets import Bucket, check_tensor, plan_buckets
-from pekoe.pipeline.weights.readers import Pin, Readers
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup, exhaust
 
 BUCKETS_PER_FILE = 16
@@ -60,7 +60,7 @@ class DiskSender:
         self._weights = setup.run.weights
         self._tokens: dict[int, str] = {}
         self._written: list[int] = []
-        self._readers = Readers(setup.run.weights, patience_seconds=4 * setup.bucket_seconds)
+        self._readers = Pins(setup.run.weights, patience_seconds=4 * setup.bucket_seconds)
 
     def open_epoch(self, epoch: int, members: tuple[int, ...]) -> str:
         """Returns the epoch's token."""
@@ -84,15 +84,15 @@ class DiskSender:
         try:
             for left_over in self._weights.glob("v-*.failed.json"):
                 left_over.unlink(missing_ok=True)
-            complete_folder.discard(part)
+            files.put_away(part)
             part.mkdir(parents=True)
             self._write(part, specs, pending)
             complete_folder.seal(part, {"version": version, "token": token}, hashed=self._setup.verify)
-            complete_folder.discard(version_folder(self._weights, version))
+            files.put_away(version_folder(self._weights, version))
             files.publish(part, version_folder(self._weights, version))
         except Exception as error:
             exhaust(pending)
-            complete_folder.discard(part)
+            files.put_away(part)
             self._tell_failure(version, token, error)
             raise
         self._written = [number for number in self._written if number != version] + [version]
@@ -121,8 +121,8 @@ class DiskSender:
         in_order = sorted(there - set(self._written)) + [version for version in self._written if version in there]
         for version in in_order[: -self._setup.keep_versions]:
             self._readers.remove_unless_pinned(version, version_folder(self._weights, version))
-        for away in self._weights.glob(f"v-*{complete_folder.DISCARDED}"):
-            complete_folder.discard(away)
+        for away in self._weights.glob(f"v-*{files.DISCARDED}"):
+            files.put_away(away)
 
 
 def _collect(bucket: Bucket, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

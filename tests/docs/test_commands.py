@@ -77,7 +77,7 @@ class Reader:
         return (
             f"{trial} total_train_steps=1 train_dataset.batch_size=2 gconfig.n_samples=4 evaluator.freq_steps=null "
             f"actor.path={self.model} train_dataset.path={self.data} valid_dataset.path={self.data} "
-            f"valid_dataset.size=4 cluster.fileroot={self.home} rollout.keep_shards=true"
+            f"valid_dataset.size=4 cluster.fileroot={self.home} rollout.keep_trajectories=shards"
         )
 
 

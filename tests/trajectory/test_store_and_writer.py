@@ -156,7 +156,7 @@ def test_a_full_disk_keeps_the_groups_and_leaves_no_file(
     writer = ShardWriter(run, attributes)
     good = publish(run, [make_group(0)])
     writer.add(make_group(1))
-    monkeypatch.setattr(files, "open", lambda path, mode: FaultyFile(path, code, after_bytes), raising=False)
+    monkeypatch.setattr(files.disk, "create", lambda path: FaultyFile(path, code, after_bytes))
     with pytest.raises(OSError, match="cannot publish a shard of 1 groups") as caught:
         writer.flush()
     assert caught.value.errno == code

@@ -17,9 +17,9 @@ import torch
 
 from pekoe.pipeline import complete_folder
 from pekoe.pipeline.messages import PrepareWeights
+from pekoe.pipeline.pins import Pin, Pins
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.weights.disk import DiskTransport
-from pekoe.pipeline.weights.readers import Pin, Readers
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup
 
 pytestmark = pytest.mark.timeout(120)
@@ -166,7 +166,7 @@ def test_pinned_version_stays_until_its_reader_is_done_or_dead(run, kit):
 def test_reader_that_comes_between_look_and_removal_gets_its_version_back(run, monkeypatch):
     folder = run.weights / "v-1"
     folder.mkdir()
-    readers = Readers(run.weights, patience_seconds=10)
+    readers = Pins(run.weights, patience_seconds=10)
     real = os.rename
 
     def rename(source: Any, target: Any) -> None:

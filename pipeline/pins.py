@@ -1,22 +1,21 @@
-"""Which versions on disk are being read: each reader names its version in a small file, and the sender deletes around
-it.
+"""Which folders of a kind (weights by version, checkpoints by step) are being read: each reader names its own in a
+small file, and their owner deletes around it.
 
-    reader   writes readers/NAME.json ─► looks for the version ─► reads, touching its file ─► removes it
-    sender   renames the version away ─► looks at readers/ again ─► deletes, or renames back
+    reader   writes readers/NAME.json ─► looks for the folder ─► reads, touching its file ─► removes it
+    owner    renames the folder away ─► looks at readers/ again ─► deletes, or renames back
 
 Either the reader's name was there at the second look, or the reader looks after the rename and does not find the
-version.
+folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 
-from pekoe.pipeline import complete_folder, files
+from pekoe.pipeline import files
 
 FOLDER = "readers"
 
@@ -24,8 +23,8 @@ FOLDER = "readers"
 class Pin:
     """A reader's side."""
 
-    def __init__(self, weights: Path, name: str) -> None:
-        self._path = weights / FOLDER / f"{name}.json"
+    def __init__(self, home: Path, name: str) -> None:
+        self._path = home / FOLDER / f"{name}.json"
         self._beat = 0
 
     def hold(self, version: int) -> None:
@@ -38,12 +37,12 @@ class Pin:
         self._path.unlink(missing_ok=True)
 
 
-class Readers:
-    """The sender's side; a reader that says nothing for `patience_seconds` of the sender's own clock is taken for
+class Pins:
+    """The owner's side; a reader that says nothing for `patience_seconds` of the owner's own clock is taken for
     dead."""
 
-    def __init__(self, weights: Path, patience_seconds: float) -> None:
-        self._folder = weights / FOLDER
+    def __init__(self, home: Path, patience_seconds: float) -> None:
+        self._folder = home / FOLDER
         self._patience = patience_seconds
         self._seen: dict[str, tuple[bytes, float]] = {}
 
@@ -67,13 +66,13 @@ class Readers:
         """True when the version is gone."""
         if version in self.pinned():
             return False
-        away = folder.with_name(f"{folder.name}.{os.getpid()}{complete_folder.DISCARDED}")
+        away = folder.with_name(f"{folder.name}.{os.getpid()}{files.DISCARDED}")
         try:
-            os.rename(folder, away)
+            files.disk.rename(folder, away)
         except FileNotFoundError:
             return True
         if version in self.pinned():
-            os.rename(away, folder)
+            files.disk.rename(away, folder)
             return False
-        shutil.rmtree(away, ignore_errors=True)
+        files.disk.remove_tree(away)
         return True
