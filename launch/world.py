@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from pekoe.launch import environment
 from pekoe.launch.environment import Facts
+from pekoe.launch.exchange import LONGEST_PAUSE, SHORTEST_PAUSE, Exchange
 from pekoe.launch.pulse import Pulse
 from pekoe.launch.rank_state import RankState, flush_streams, means_success
 from pekoe.launch.rendezvous import LOOPBACK, listen, own_address
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
     from pekoe.launch.postoffice import PostOffice
 
-SHARE_BYTES = 1 << 20
-SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 5e-3
 DUTY_SECONDS = 0.1
 FINALIZE_SECONDS = 5.0
 
@@ -88,6 +85,7 @@ class World:
         self.version = 0
         self._office = post
         self._communicator = communicator
+        self._exchange = Exchange(communicator, self._end_if_failed, settings.setup_seconds)
         self._signals = signals
         self._checks: list[Callable[[], None]] = []
         self._over = threading.Event()
@@ -191,16 +189,15 @@ class World:
 
         TimeoutError when the root takes longer than `cluster.setup_seconds`.
         """
-        seconds = self.settings.setup_seconds
-        data = bytearray(msgspec.json.encode(value)) if self.rank == root else bytearray()
-        if len(data) > SHARE_BYTES:
-            raise ValueError(f"share: the value has {len(data)} bytes; allowed: at most {SHARE_BYTES}")
-        length = bytearray(len(data).to_bytes(8, "little"))
-        self._wait(self._communicator.Ibcast(length, root), seconds, "the shared value (limit: cluster.setup_seconds)")
-        if self.rank != root:
-            data = bytearray(int.from_bytes(length, "little"))
-        self._wait(self._communicator.Ibcast(data, root), seconds, "the shared value (limit: cluster.setup_seconds)")
-        return msgspec.json.decode(data)
+        return self._exchange.share(value, root)
+
+    def collect(self, value: Any) -> list[Any]:
+        """Start-up only, all ranks, main thread: everyone gets the values of all ranks, by rank (each at most 1 MiB,
+        together at most 16 MiB).
+
+        TimeoutError when a rank takes longer than `cluster.setup_seconds`.
+        """
+        return self._exchange.collect(value)
 
     def serve(self, done: threading.Event) -> None:
         """The main thread's loop until `done` is set by a worker. Does not return from a failure: it aborts the
@@ -257,8 +254,7 @@ class World:
             self.finalize()
 
     def _turn(self) -> None:
-        if self.state.failed.is_set():
-            self._abort_mpi()
+        self._end_if_failed()
         moved = self._office.pump()
         now = time.monotonic()
         if now >= self._next_duty:
@@ -285,15 +281,9 @@ class World:
                 self._farewell = True
         self._pulse.beat(now)
 
-    def _wait(self, request: MPI.Request, seconds: float, what: str) -> None:
-        deadline, pause = time.monotonic() + seconds, SHORTEST_PAUSE
-        while not request.Test():
-            if self.state.failed.is_set():
-                self._abort_mpi()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.rank}: {what} did not come within {seconds} s")
-            time.sleep(pause)
-            pause = min(pause * 2, LONGEST_PAUSE)
+    def _end_if_failed(self) -> None:
+        if self.state.failed.is_set():
+            self._abort_mpi()
 
     def _abort_mpi(self) -> None:
         self.state.recorded.wait(self.settings.abort_seconds)

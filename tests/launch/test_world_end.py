@@ -145,7 +145,23 @@ def test_clean_end_waits_for_the_slower_rank(tmp_path: Path) -> None:
     assert not ended.records
     assert {said["rank"] for said in ended.said} == {0, 1, 2}
     assert all(said["shared"] == {"list": [1, 2], "from": 0} and said["hosts"] == 1 for said in ended.said)
+    expected = [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}, {"rank": 2, "text": "éé"}]
+    assert all(said["collected"] == expected for said in ended.said)
     assert not ended.output.replace("{", "\n{").count("BAD TERMINATION")
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("collect-late", "TimeoutError: rank 0: the values of all ranks did not come within 5"),
+        ("collect-large", "allowed: at most 1048576"),
+    ],
+)
+def test_collecting_is_bounded(tmp_path: Path, what: str, error: str) -> None:
+    ended = run_world(tmp_path, what)
+    assert ended.code == 1
+    assert error in ended.records[0]["error"]
+    assert len(ended.records) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])

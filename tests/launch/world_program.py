@@ -50,6 +50,8 @@ def rank_program(reports: Reports) -> int:
         import pekoe.pipeline.no_such_module  # noqa: F401
     expected = 5 if WHAT == "wrong-allocation" else facts.size
     settings = PATIENT if WHAT in ("idle", "sleep", "deaf") else FAST
+    if WHAT == "collect-late":
+        settings = WorldSettings(heartbeat_seconds=0.2, setup_seconds=5.0)
     with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
         world.begin_attempt(RunDirectory(RUN), 0)
         return behave(world)
@@ -105,9 +107,16 @@ def behave(world: World) -> int:
         shared = world.share({"list": [1, 2], "from": world.rank} if world.rank == 0 else None)
         world.start("worker", lambda: (time.sleep(0.1 if victim else 1.0), done.set()))
         world.serve(done)
-        say(rank=world.rank, shared=shared, hosts=world.num_hosts)
+        collected = world.collect({"rank": world.rank, "text": "é" * world.rank})
+        say(rank=world.rank, shared=shared, collected=collected, hosts=world.num_hosts)
         world.finalize()
         return 0
+    elif WHAT == "collect-late":
+        if not victim:
+            world.collect("here")
+        time.sleep(60)
+    elif WHAT == "collect-large":
+        world.collect("x" * (1 << 20))
     elif WHAT == "killed-survivor-fails":
         world.start("watcher", lambda: fail_after_peer(world))
     say(rank=world.rank, pid=os.getpid())
