@@ -73,6 +73,10 @@ class Disk:
     def make_folder(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
+    def open(self, path: Path) -> int:
+        """A descriptor for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
     def read(self, path: Path) -> bytes:
         return path.read_bytes()
 

@@ -16,6 +16,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from pekoe.pipeline import files
+
 BLOCK_BYTES = 16 * 1024
 DIGEST_BYTES = 8
 FORMAT = 1
@@ -57,7 +59,7 @@ class SealedFile(io.RawIOBase):
         self._position = 0
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._descriptor = -1
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = files.disk.open(path)
         try:
             status = os.fstat(self._descriptor)
             self.identity = (status.st_size, status.st_mtime_ns)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pekoe.pipeline.files import PART
+from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.records import Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
@@ -166,11 +166,7 @@ class Store:
         for name in names:
             with self._lock:
                 self._forget(name)
-            try:
-                (self._run.path / name).unlink()
-            except FileNotFoundError:
-                continue
-            count += 1
+            count += files.remove(self._run.path / name)
         return count
 
     def set_aside_unknown(self, attempt: int, keep: Iterable[str]) -> list[str]:
@@ -185,8 +181,8 @@ class Store:
                 continue
             for path in sorted(folder.iterdir()):
                 name = self._run.relative(path)
-                if path.name.endswith(PART):
-                    path.unlink(missing_ok=True)
+                if path.name.endswith(files.PART):
+                    files.remove(path)
                 elif name not in kept and self._put_aside(
                     name, f"left by an earlier attempt, not adopted by attempt {attempt}"
                 ):
