@@ -4,7 +4,6 @@ and code."""
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 import uuid
@@ -60,8 +59,7 @@ def begin_fresh(config: RunConfig, launcher: str, overrides: Sequence[str] = ())
             f"{run.path} holds a run already ({remains}). Continue it with `pekoe run --resume {run.path}`, "
             "or give another trial_name=…, or remove the folder"
         )
-    if run.code.exists():
-        shutil.rmtree(run.code)
+    files.put_away(run.code)
     return _begin(run, config, launcher, overrides, os.getcwd())
 
 
@@ -160,8 +158,10 @@ def _begin(
             "overrides": list(overrides),
         }
     )
-    if number > 0 and run.config.exists():
-        shutil.copyfile(run.config, run.path / f"config-before-{number}.yaml")
+    before = run.path / f"config-before-{number}.yaml"
+    if number > 0 and run.config.exists() and not before.exists():
+        # a begin that was killed has kept the true one already
+        files.write_bytes(before, run.config.read_bytes())
     write_run_config(run, config)
     snapshot_code(run, PACKAGE_ROOT)
     files.write_json(run.run_json, record)

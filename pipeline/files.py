@@ -1,12 +1,16 @@
 """The thin layer that takes every durable write (shards, ledger, checkpoints, pointers): one place to inject faults.
 
     write_bytes   a file, whole or not at all: temporary name in the same folder, fsync, rename, fsync of the folder
-    create        a large file, piece by piece, hashed as it is written; its folder is published as a whole
+    create, copy  a large file, piece by piece, hashed as it is written; its folder is published as a whole
     publish       a closed temporary file or a sealed folder gets its final name
+    replace_folder        the same where a folder of that name stands: the old one goes when the new one has its name
     remove, put_away      the end of a file or folder; at no instant does a part of a folder stand under its name
 
 All of them go through `disk`, whose methods are the single operations of the filesystem: a test puts one in its place
 that fails at the k-th, or after which nothing happens any more. Nothing locks: on shared filesystems locks may lie.
+
+An OSError of these functions means: not known to be durable. Under the final name then lies what was there before, or
+the new content as a whole; to do it again is always right.
 """
 
 from __future__ import annotations
@@ -17,17 +21,23 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 PART = ".part"
 DISCARDED = ".discarded"
+"""On the way out: contents may be missing; whoever owns the folder around it removes it."""
+PREVIOUS = ".previous"
+"""A whole folder whose successor is about to get its name."""
 LATE = (errno.ENOENT, errno.ESTALE)
 """What a network filesystem says of a name or handle that is not yet, or no longer, in this node's view."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 DIGEST_BYTES = 16
+COPY_BYTES = 1 << 20
 
 
 class Disk:
@@ -70,8 +80,9 @@ class Disk:
     def remove_tree(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
-    def make_folder(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def make_folder(self, folder: Path, mode: int = 0o777) -> None:
+        """One level; a folder that is there stays."""
+        folder.mkdir(mode=mode, exist_ok=True)
 
     def open(self, path: Path) -> int:
         """A descriptor for reading."""
@@ -108,10 +119,11 @@ def part_name(final: Path) -> Path:
     return final.with_name(f"{final.name}.{os.getpid()}{PART}")
 
 
-def make_folder(folder: Path) -> None:
-    """A folder and its parents, durably."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """A folder and its parents, durably; `mode` is the folder's own."""
     if not folder.is_dir():
-        disk.make_folder(folder)
+        make_folder(folder.parent)
+        disk.make_folder(folder, mode)
         disk.sync_folder(folder.parent)
 
 
@@ -123,6 +135,28 @@ def publish(part: Path, final: Path) -> None:
     disk.sync_folder(final.parent)
 
 
+def replace_folder(part: Path, final: Path) -> None:
+    """Publishes a sealed folder where an older one may stand; the older one is deleted afterwards.
+
+    A crash between the two renames leaves the old one as NAME.previous: `restore_folder` gives it its name back.
+    """
+    previous = final.with_name(f"{final.name}{PREVIOUS}")
+    if final.is_dir():
+        put_away(previous)
+        disk.rename(final, previous)
+    publish(part, final)
+    put_away(previous)
+
+
+def restore_folder(final: Path) -> bool:
+    """After a crash inside `replace_folder`; True when the older folder has its name again."""
+    previous = final.with_name(f"{final.name}{PREVIOUS}")
+    if final.is_dir() or not previous.is_dir():
+        return False
+    publish(previous, final)
+    return True
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a file atomically and durably; on failure only the temporary file is removed."""
     part = part_name(path)
@@ -131,7 +165,8 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.write(data)
         disk.rename(part, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            disk.remove(part)
         raise
     disk.sync_folder(path.parent)
 
@@ -202,6 +237,19 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
     fsync_file(path)
 
 
+def copy(source: Path, target: Path) -> None:
+    """A copy of a file's bytes in a folder that is not published yet; the caller removes what a failure leaves."""
+    with open(source, "rb") as content, create(target) as file:
+        while block := content.read(COPY_BYTES):
+            file.write(block)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Makes every name below the folder durable; the files themselves must be already."""
+    for path, _, _ in os.walk(folder):
+        disk.sync_folder(Path(path))
+
+
 def remove(path: Path) -> bool:
     """False when it was gone already."""
     try:
@@ -211,13 +259,24 @@ def remove(path: Path) -> bool:
     return True
 
 
+def discarded_name(folder: Path) -> Path:
+    """A new name for a folder on its way out."""
+    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{DISCARDED}")
+
+
 def put_away(folder: Path) -> None:
-    """Removes a folder; at no instant does a part of it stand under its name."""
-    away = folder.with_name(f"{folder.name}.{os.getpid()}{DISCARDED}")
-    try:
-        disk.rename(folder, away)
-    except FileNotFoundError:
-        return
+    """Removes a folder, if it is there; at no instant does a part of it stand under its name.
+
+    What cannot be deleted (a file that another node holds open) stays as `*.discarded`.
+    """
+    away = folder
+    if not folder.name.endswith(DISCARDED):
+        away = discarded_name(folder)
+        try:
+            disk.rename(folder, away)
+        except FileNotFoundError:
+            return
+        disk.sync_folder(away.parent)
     disk.remove_tree(away)
 
 

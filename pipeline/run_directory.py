@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from pekoe.pipeline import files
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,11 @@ class RunDirectory:
         return path.relative_to(self.path).as_posix()
 
     def put_aside(self, path: Path, reason: str) -> Path | None:
-        """Moves a file out of the run, with its reason beside it; None when it is no longer there."""
+        """Moves a file or folder out of the run, with its reason beside it; None when it is no longer there.
+
+        The move comes first: what is out of the run without a reason (after a crash, or on a full disk) is harmless.
+        """
+        files.make_folder(self.set_aside)
         name = self.relative(path).replace("/", "__")
         target = self.set_aside / name
         count = 0
@@ -97,18 +104,23 @@ class RunDirectory:
             files.disk.rename(path, target)
         except FileNotFoundError:
             return None
-        record = {"path": self.relative(path), "reason": reason, "time": time.time()}
-        files.write_json(target.with_name(f"{target.name}.reason.json"), record)
+        files.fsync_folder(self.set_aside)
         files.fsync_folder(path.parent)
+        record = {"path": self.relative(path), "reason": reason, "time": time.time()}
+        try:
+            files.write_json(target.with_name(f"{target.name}.reason.json"), record)
+        except OSError as error:
+            if not files.is_full(error):
+                raise
+            logger.warning("%s was set aside: %s (not written down: %s)", record["path"], reason, error.strerror)
         return target
 
     def create(self) -> None:
         """Makes the folders, readable by the owner only; existing ones are kept."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        files.make_folder(self.path, mode=0o700)
         os.chmod(self.path, 0o700)
         for folder in (
             self.shards, self.ledger, self.weights, self.checkpoints, self.exports,
             self.metrics, self.heartbeats, self.errors, self.eval, self.set_aside,
         ):  # fmt: skip
-            folder.mkdir(exist_ok=True)
+            files.make_folder(folder)

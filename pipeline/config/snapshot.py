@@ -7,7 +7,6 @@ the code that it began with.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from pekoe.pipeline import files
@@ -35,19 +34,20 @@ def snapshot_code(run: RunDirectory, package_root: Path) -> Path:
     final = run.code / "pekoe"
     if final.is_dir():
         return run.code
-    run.code.mkdir(parents=True, exist_ok=True)
     part = files.part_name(final)
-    if part.exists():
-        shutil.rmtree(part)
-    for name in FOLDERS:
-        _copy_folder(package_root / name, part / name)
     try:
+        files.make_folder(run.code)
+        files.put_away(part)
+        for name in FOLDERS:
+            _copy_folder(package_root / name, part / name)
+        files.fsync_tree(part)
         files.publish(part, final)
     except OSError:
         # another process of this run was first
         if not final.is_dir():
             raise
-        shutil.rmtree(part)
+    for left_over in (*run.code.glob(f"*{files.PART}"), *run.code.glob(f"*{files.DISCARDED}")):
+        files.put_away(left_over)
     return run.code
 
 
@@ -58,6 +58,6 @@ def _copy_folder(source: Path, target: Path) -> None:
         if not kept:
             continue
         to = target / Path(folder).relative_to(source)
-        to.mkdir(parents=True, exist_ok=True)
+        files.make_folder(to)
         for entry in kept:
-            shutil.copyfile(Path(folder) / entry, to / entry)
+            files.copy(Path(folder) / entry, to / entry)

@@ -11,9 +11,12 @@ the same number.
 from __future__ import annotations
 
 import errno
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from pekoe.pipeline.weights.buckets import Bucket, check_tensor, plan_buckets
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup, exhaust
 
 BUCKETS_PER_FILE = 16
+
+logger = logging.getLogger(__name__)
 
 
 class DiskTransport:
@@ -80,23 +85,28 @@ class DiskSender:
         if epoch not in self._tokens:
             raise ValueError(f"epoch {epoch} was not opened on rank {self._setup.rank}")
         token = self._tokens[epoch]
-        part = self._weights / f"v-{version}{files.PART}"
+        part, final = self._weights / f"v-{version}{files.PART}", version_folder(self._weights, version)
         try:
             for left_over in self._weights.glob("v-*.failed.json"):
-                left_over.unlink(missing_ok=True)
+                files.remove(left_over)
             files.put_away(part)
-            part.mkdir(parents=True)
+            files.make_folder(part)
             self._write(part, specs, pending)
             complete_folder.seal(part, {"version": version, "token": token}, hashed=self._setup.verify)
-            files.put_away(version_folder(self._weights, version))
-            files.publish(part, version_folder(self._weights, version))
+            files.put_away(final)
+            files.publish(part, final)
         except Exception as error:
             exhaust(pending)
-            files.put_away(part)
+            for remains in (part, final):
+                with suppress(OSError):
+                    files.put_away(remains)
             self._tell_failure(version, token, error)
             raise
         self._written = [number for number in self._written if number != version] + [version]
-        self._prune()
+        try:
+            self._prune()
+        except OSError as error:
+            logger.warning("older weights stay on the disk for now: %s", error)
 
     def close(self) -> None:
         """Files stay: they belong to the run."""
@@ -104,7 +114,8 @@ class DiskSender:
     def _write(self, part: Path, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         plan = plan_buckets(specs, BUCKETS_PER_FILE * self._setup.bucket_bytes)
         for number, bucket in enumerate(plan.buckets):
-            save_file(_collect(bucket, weights), part / f"weights-{number:05d}.safetensors")
+            tensors = _collect(bucket, weights)
+            files.write_with(part / f"weights-{number:05d}.safetensors", partial(save_file, tensors))
         if (surplus := next(weights, None)) is not None:
             raise ValueError(f"tensor {surplus[0]!r} came after all announced ones")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from pekoe.pipeline.files import fsync_file, fsync_folder, publish
+from pekoe.pipeline import files
 from pekoe.pipeline.messages import TensorSpec
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")
@@ -59,19 +58,20 @@ def load_parameters(model: nn.Module, folder: Path, tied: Iterable[str]) -> None
     """
     from safetensors import safe_open
 
-    files = _files_by_name(folder)
+    holders = _files_by_name(folder)
     parameters = dict(model.named_parameters())
     known = set(parameters) | set(tied) | {name for name, _ in model.named_buffers()}
-    missing = sorted(set(parameters) - set(files))
-    extra = sorted(name for name in set(files) - known if not name.endswith("rotary_emb.inv_freq"))
+    missing = sorted(set(parameters) - set(holders))
+    extra = sorted(name for name in set(holders) - known if not name.endswith("rotary_emb.inv_freq"))
     if missing or extra:
         raise ValueError(f"{folder}: names differ from the model's; missing {missing[:5]}, unknown {extra[:5]}")
     with ExitStack() as stack:
         opened = {
-            file: stack.enter_context(safe_open(folder / file, framework="pt")) for file in sorted(set(files.values()))
+            file: stack.enter_context(safe_open(folder / file, framework="pt"))
+            for file in sorted(set(holders.values()))
         }
         for name, parameter in parameters.items():
-            stored = opened[files[name]].get_slice(name)
+            stored = opened[holders[name]].get_slice(name)
             if tuple(stored.get_shape()) != tuple(parameter.shape):
                 raise ValueError(f"{folder}: {name} has shape {stored.get_shape()}, the model {tuple(parameter.shape)}")
             _copy_rows(parameter, stored)
@@ -122,12 +122,13 @@ class HfFolderWriter:
 
     def __init__(self, source: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
         self.source, self.folder = source, folder
-        self.part = folder.with_name(f"{folder.name}.part")
+        self.part = folder.with_name(f"{folder.name}{files.PART}")
         self._plan = plan_shards(specs, SHARD_BYTES)
         self._held: dict[str, Tensor] = {}
         self._number = 0
-        shutil.rmtree(self.part, ignore_errors=True)
-        self.part.mkdir(parents=True)
+        files.restore_folder(folder)
+        files.put_away(self.part)
+        files.make_folder(self.part)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Tensors come in the order of the specs; a full shard is written and let go."""
@@ -136,25 +137,25 @@ class HfFolderWriter:
             self._write_shard()
 
     def finish(self, dtype: str) -> None:
-        """Writes index, configuration and tokenizer files; renames. An older folder of this name is replaced."""
+        """Writes index, configuration and tokenizer files; renames. An older folder of this name is replaced, and
+        deleted when the new one is there."""
         if self._held or self._number != len(self._plan):
             raise ValueError(f"{self.folder}: {self._number} of {len(self._plan)} weight files are complete")
         if len(self._plan) > 1:
             names = {name: self._file(number) for number, shard in enumerate(self._plan) for name in shard}
             index = {"metadata": {}, "weight_map": names}
-            (self.part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            files.write_bytes(self.part / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
         for file in sorted(self.source.iterdir()):
             if file.suffix in COPIED_SUFFIXES and file.name not in LEFT_OUT:
-                shutil.copyfile(file, self.part / file.name)
+                files.copy(file, self.part / file.name)
         settings = json.loads((self.source / "config.json").read_text())
         settings.pop("torch_dtype", None)
-        (self.part / "config.json").write_text(json.dumps({**settings, "dtype": dtype}, indent=2) + "\n")
-        for file in self.part.iterdir():
-            fsync_file(file)
-        fsync_folder(self.part)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        publish(self.part, self.folder)
+        settings = {**settings, "dtype": dtype}
+        files.write_bytes(self.part / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
+        files.fsync_folder(self.part)
+        files.replace_folder(self.part, self.folder)
+        for left_over in self.folder.parent.glob(f"{self.folder.name}.*{files.DISCARDED}"):
+            files.put_away(left_over)
 
     def _file(self, number: int) -> str:
         if len(self._plan) == 1:
@@ -164,7 +165,10 @@ class HfFolderWriter:
     def _write_shard(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self._held, self.part / self._file(self._number), metadata={"format": "pt"})
+        held = self._held
+        files.write_with(
+            self.part / self._file(self._number), lambda path: save_file(held, path, metadata={"format": "pt"})
+        )
         self._held = {}
         self._number += 1
 
