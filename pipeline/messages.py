@@ -185,6 +185,8 @@ class WeightsSent(Message, frozen=True):
     check: tuple[float, ...] = ()
     """Log-probs of the check sequences by the trainer at this version."""
     error: str = ""
+    disk_is_full: bool = False
+    """The error is lack of space or quota: it is worth trying again."""
 
 
 class WeightsLoaded(Message, frozen=True):
@@ -319,10 +321,12 @@ class Export(Message, frozen=True):
 
 
 class Exported(Message, frozen=True):
-    """A Hugging Face folder is complete (from trainer rank 0)."""
+    """A Hugging Face folder is complete (from trainer rank 0), or had no room (any other error ends the run)."""
 
     version: int
     path: str
+    error: str = ""
+    disk_is_full: bool = False
 
 
 class RollCall(Message, frozen=True):
@@ -350,6 +354,19 @@ class StopRollout(Message, frozen=True):
     reason: str
 
 
+class ThreadPhase(msgspec.Struct, frozen=True):
+    """What one thread of a rank does."""
+
+    who: str
+    phase: str
+    seconds: float
+    """Since it began (its own clock)."""
+    limit: float | None = None
+    """Seconds after which somebody ends the run; None: nobody does."""
+    on: tuple[int, ...] = ()
+    """Ranks that it waits for."""
+
+
 class Heartbeat(Message, frozen=True):
     """Who is alive, and what it is doing since when (its own clock)."""
 
@@ -363,12 +380,18 @@ class Heartbeat(Message, frozen=True):
     version: int
     gauges: dict[str, float] = {}
     """Queue sizes, tokens/s, oldest running episode's age …"""
+    threads: tuple[ThreadPhase, ...] = ()
+    """`phase` and `phase_seconds` are of all of them together."""
+    ends_at: float | None = None
+    """When the job ends, seconds since 1970; None: not known."""
 
 
 class ShowStacks(Message, frozen=True):
     """To a rank that is waited for: what are your threads doing? Answered by its main thread."""
 
     number: int
+    of: int = -1
+    """Another rank on the same host, whose main thread does not answer; -1: of yourself."""
 
 
 class Stacks(Message, frozen=True):
@@ -377,6 +400,8 @@ class Stacks(Message, frozen=True):
     number: int
     text: str
     """At most STACKS_LIMIT characters."""
+    of: int = -1
+    """As in the question."""
 
 
 class SignalReceived(Message, frozen=True):
