@@ -81,14 +81,15 @@ class Ledger:
     ) -> None:
         """Writes the record of a step, durably.
 
-        Raises ValueError when the step is recorded already or a group is named twice; OSError when the disk refuses.
+        The same again is accepted, so that it can be tried until the disk takes it. Raises ValueError when the step is
+        recorded otherwise or a group is named twice; OSError when the disk refuses.
         """
-        if self._path(step).exists():
-            raise ValueError(f"ledger: step {step} is recorded already")
         made = StepRecord(step, time.time(), tuple(consumed), tuple(filtered), tuple(skipped), info or {})
         twice = [group for group, count in Counter(entry.group for entry in made.ended).items() if count > 1]
         if twice:
             raise ValueError(f"ledger: step {step} ends groups twice: {twice[:5]}")
+        if self._path(step).exists() and self._read_step(step).ended != made.ended:
+            raise ValueError(f"ledger: step {step} is recorded already, with other groups")
         files.write_bytes(self._path(step), msgspec.json.encode(made))
 
     def record_end(self, step: int, filtered: Sequence[Entry], skipped: Sequence[Entry]) -> None:
@@ -107,26 +108,34 @@ class Ledger:
     def read(self, up_to_step: int | None = None) -> list[StepRecord]:
         """The records of steps 1..up_to_step (all, when None), in order.
 
-        Raises ValueError when a step is missing or unreadable: going on would consume its groups again.
+        Raises ValueError when a step is missing or unreadable: to go on would consume its groups again.
         """
         steps = self.steps()
         last = max(steps, default=0) if up_to_step is None else up_to_step
         missing = sorted(set(range(1, last + 1)) - set(steps))
         if missing:
             raise ValueError(
-                f"ledger: no record of step {missing[0]} in {self._run.ledger} ({len(missing)} missing up to {last})"
+                f"ledger: no record of step {missing[0]} in {self._run.ledger} ({len(missing)} missing up to {last}); "
+                f"{self._next_step()}"
             )
         return [self._read_step(step) for step in range(1, last + 1)]
+
+    def read_step(self, step: int) -> StepRecord:
+        """One record; ValueError when it is unreadable or of another step, OSError when it is not there."""
+        return self._read_step(step)
 
     def _read_step(self, step: int) -> StepRecord:
         path = self._path(step)
         try:
             made = msgspec.json.decode(files.read_bytes(path), type=StepRecord)
         except msgspec.DecodeError as error:
-            raise ValueError(f"ledger: {path} is damaged: {error}") from error
+            raise ValueError(f"ledger: {path} is damaged: {error}; {self._next_step()}") from error
         if made.step != step:
             raise ValueError(f"ledger: {path} holds the record of step {made.step}")
         return made
+
+    def _next_step(self) -> str:
+        return f"what to do says: pekoe doctor {self._run.path}"
 
     def set_aside_after(self, step: int) -> list[int]:
         """For resume at `step`: puts later records aside; gives the steps that they were of."""
