@@ -38,6 +38,11 @@ class Admission:
         self._finish()
         self.accepted += 1
 
+    def adopt(self) -> None:
+        """A group starts that gave trajectories already, in an earlier attempt."""
+        self.admit()
+        self.accept()
+
     def reject(self) -> None:
         """A running group gave nothing: its slot is free again."""
         self._finish()

@@ -13,12 +13,15 @@ from typing import Any, Protocol
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.admission import Admission
 from pekoe.pipeline.control.group_table import GroupState, GroupTable, OutstandingGroup
+from pekoe.pipeline.control.shelf import Shelf, oldest_version
 from pekoe.pipeline.messages import Assign, Cancel, Finished, Flush, Post, Published, Rejected
 
 logger = logging.getLogger(__name__)
 
 FAILURES = ("error", "timeout")
 """Reasons of rejection that say that something is broken; the others are decisions of the workflow."""
+WAITING = "waiting"
+"""State, in a snapshot, of a group that is to be issued again."""
 
 
 class AdmissionOrder(Protocol):
@@ -26,7 +29,7 @@ class AdmissionOrder(Protocol):
 
     def admit(self) -> tuple[int, int] | None: ...
     def close(self, group: int, how: str) -> None: ...
-    def adopt(self, groups: Sequence[int]) -> None: ...
+    def owed(self) -> list[int]: ...
     def is_closed(self, group: int) -> bool: ...
     def example(self, group: int) -> int: ...
     def state(self) -> dict[str, Any]: ...
@@ -91,19 +94,34 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self.reissues: deque[tuple[int, int, int]] = deque()
         self.tries: dict[int, int] = {}
+        self.owed: set[int] = set()
+        """In flight in the checkpoint, not admitted again yet."""
+        self.shelf = Shelf(eta, config.actor.mb_spec.max_tokens_per_mb)
+        self.known_shards: set[str] = set()
+        self.resumed_at: int | None = None
         self.data_is_exhausted = False
         self.consecutive_failures = 0
         self.tokens_sampled = 0
 
     def state(self) -> dict[str, Any]:
-        """Snapshot at a step boundary: plain values for the checkpoint."""
-        tries = {**self.tries, **{g.number: g.try_number for g in self.table.groups.values() if g.try_number}}
-        tries.update({number: try_number for number, _, try_number in self.reissues if try_number})
+        """Snapshot at a step boundary: plain values for the checkpoint. Groups in flight are those in the table, those
+        that wait to be issued again, and those of the last checkpoint whose turn has not come."""
+        version = self.admission.version
+        in_flight = [
+            [group.number, group.try_number, group.admitted_version, group.state.value]
+            for group in self.table.groups.values()
+        ]
+        in_flight += [[number, try_number, version, WAITING] for number, _, try_number in self.reissues]
+        in_flight += [[number, self.tries.get(number, 0), version, WAITING] for number in self.cursor.owed()]
         losses = {
             "filtered": [(loss.group, loss.try_number, loss.reason) for loss in self.losses.filtered],
             "skipped": [(loss.group, loss.try_number, loss.reason) for loss in self.losses.skipped],
         }
-        return {"cursor": self.cursor.state(), "tries": tries, "counts": dict(self.counts), "losses": losses}
+        counters = {"version": version, "running": self.admission.running, "accepted": self.admission.accepted}
+        return {
+            "cursor": self.cursor.state(), "admission": counters, "in_flight": sorted(in_flight),
+            "counts": dict(self.counts), "losses": losses,
+        }  # fmt: skip
 
     def gauges(self) -> dict[str, float]:
         """Counts for heartbeats; may be called from another thread."""
@@ -115,49 +133,38 @@ class Dispatcher:
         }
 
     def restore(self, state: dict[str, Any], version: int) -> None:
-        """After a checkpoint at `version`: everything consumed then, nothing running; open groups come again.
+        """After a checkpoint at `version`: what was consumed stays so, nothing runs; open groups come again.
 
-        The cursor was restored by its owner; it gives the open groups first.
+        The cursor was restored by its owner; it gives the open groups first. Once they are admitted again, the capacity
+        is that of a run that was never interrupted.
         """
+        self.resumed_at = version
         self.admission.version = version
-        self.admission.accepted = version * self.admission.batch
-        self.tries = {int(number): int(try_number) for number, try_number in state["tries"].items()}
+        self.admission.accepted = state["admission"]["accepted"]
+        for number, try_number, _, how in state["in_flight"]:
+            self.owed.add(number)
+            if try_number:
+                self.tries[number] = try_number
+            if how in (GroupState.FINISHED.value, GroupState.READY.value):
+                self.admission.give_back()
         self.counts.update(state["counts"])
         self.losses = Losses(
             [Loss(*loss) for loss in state["losses"]["filtered"]], [Loss(*loss) for loss in state["losses"]["skipped"]]
         )
 
-    def adopt(self, notices: Sequence[Published], version: int) -> set[str]:
-        """After `restore`: shards of an earlier attempt, of weights common to all attempts, are used as they are.
+    def offer(self, notices: Sequence[Published], version: int) -> None:
+        """After `restore`: shards of earlier attempts, of weights common to all attempts, are used as they are when the
+        cursor comes to their groups; what is too old by then is sampled again."""
+        self.resumed_at = version
+        self.known_shards.update(notice.path for notice in notices)
+        self.shelf.put(notices, version, self.tries, self.cursor.is_closed)
+        self.counts.update(adopted=0, issued_again=0)
 
-        The first shard of a group counts; groups that have ended, would be too old or do not fit any more (smaller
-        limits than before) are left out, to be sampled again. Returns the shards that are needed.
-        """
-        kept = set()
-        longest = self.config.actor.mb_spec.max_tokens_per_mb
-        for notice in notices:
-            for published in notice.groups:
-                if self.admission.capacity() <= 0 or any(row.length > longest for row in published.rows):
-                    continue
-                oldest = min(row.min_version for row in published.rows)
-                if (
-                    not self.table.has_room(oldest, version)
-                    or published.group in self.table.groups
-                    or self.cursor.is_closed(published.group)
-                ):
-                    continue
-                self.cursor.adopt([published.group])
-                self.table.admit(
-                    OutstandingGroup(
-                        published.group, published.try_number, self.cursor.example(published.group), oldest, -1,
-                        time.monotonic(),
-                    )
-                )  # fmt: skip
-                self.table.publish(notice.path, published)
-                self.admission.accepted += 1
-                self.tries.pop(published.group, None)
-                kept.add(notice.path)
-        return kept
+    def take_idle_shards(self) -> set[str]:
+        """Shards published or offered until now in which nothing lies that may still be trained on; each named once."""
+        idle = self.known_shards - self.table.shards() - self.shelf.shards()
+        self.known_shards -= idle
+        return idle
 
     def admit_all(self) -> None:
         """Admits while there is capacity, data, and a step left that needs it."""
@@ -171,7 +178,26 @@ class Dispatcher:
                     return
                 number, example = admitted
                 try_number = self.tries.pop(number, 0)
-            self._assign(number, example, try_number)
+            if not self._adopt(number, example):
+                self._assign(number, example, try_number)
+                if number in self.owed:
+                    self.counts["issued_again"] += 1
+            self.owed.discard(number)
+
+    def _adopt(self, number: int, example: int) -> bool:
+        """Takes the group from the shelf instead of having it sampled, if it can still be trained on in time."""
+        found = self.shelf.take(number)
+        if found is None:
+            return False
+        shard, published = found
+        oldest = oldest_version(published)
+        if not self.table.has_room(oldest, self.admission.version):
+            return False
+        self.admission.adopt()
+        self.table.admit(OutstandingGroup(number, published.try_number, example, oldest, -1, time.monotonic()))
+        self.table.publish(shard, published)
+        self.counts["adopted"] += 1
+        return True
 
     def _wanted(self) -> int:
         """Groups still to admit so that the remaining steps are full."""
@@ -193,6 +219,7 @@ class Dispatcher:
             self.admission.accept()
 
     def on_published(self, message: Published) -> None:
+        self.known_shards.add(message.path)
         for published in message.groups:
             known = self.table.find(published.group, published.try_number)
             if known is None:
@@ -274,7 +301,18 @@ class Dispatcher:
         if len(batch) < self.admission.batch:
             self.admission.consume_short(len(batch))
         self.admission.version += 1
+        self.shelf.drop_useless(self.admission.version, self.cursor.is_closed)
+        if self.resumed_at is not None:
+            self._tell_of_resume(self.resumed_at)
+            self.resumed_at = None
         return self.take_losses()
+
+    def _tell_of_resume(self, version: int) -> None:
+        logger.info(
+            "since the start from version %d: %d groups of earlier shards adopted, %d issued again, %d on the shelf "
+            "(totals of the run, but the last)",
+            version, self.counts["adopted"], self.counts["issued_again"], len(self.shelf),
+        )  # fmt: skip
 
     def take_losses(self) -> Losses:
         """Groups that ended without being trained on since this was asked last."""

@@ -59,11 +59,15 @@ class GroupTable:
     groups: dict[int, OutstandingGroup] = field(default_factory=dict)
     ready: dict[int, OutstandingGroup] = field(default_factory=dict)
     """In order of completion (a dict keeps it)."""
+    due: Counter[int] = field(default_factory=Counter)
+    """Groups by deadline; empty when eta is None."""
 
     def admit(self, group: OutstandingGroup) -> None:
         if group.number in self.groups:
             raise AssertionError(f"group {group.number} was admitted twice")
         self.groups[group.number] = group
+        if self.eta is not None:
+            self.due[self._deadline(group)] += 1
 
     def find(self, number: int, try_number: int) -> OutstandingGroup | None:
         """The group, unless it left the table or was issued again since (a late message of a dropped try)."""
@@ -87,7 +91,12 @@ class GroupTable:
 
     def remove(self, number: int) -> OutstandingGroup:
         self.ready.pop(number, None)
-        return self.groups.pop(number)
+        group = self.groups.pop(number)
+        if self.eta is not None:
+            self.due[self._deadline(group)] -= 1
+            if not self.due[self._deadline(group)]:
+                del self.due[self._deadline(group)]
+        return group
 
     def choose(self, version: int, want: int | None = None) -> list[OutstandingGroup] | None:
         """The batch of the step at `version`, sorted by admission number, or None while it is not complete.
@@ -137,10 +146,9 @@ class GroupTable:
         want = self.batch if want is None else want
         chosen: dict[int, OutstandingGroup] = {}
         if self.eta is not None:
-            due: Counter[int] = Counter(self._deadline(g) for g in self.groups.values())
             due_by = 0
             for deadline in range(version, version + self.eta + 1):
-                due_by += due[deadline]
+                due_by += self.due[deadline]
                 needed = due_by - (deadline - version) * self.batch
                 for group in candidates:
                     if len(chosen) >= needed:
@@ -162,10 +170,12 @@ class GroupTable:
         if self.eta is None:
             return True
         own = admitted_version + self.eta
-        if own < version:
-            return False
-        due = sorted([own, *(self._deadline(group) for group in self.groups.values())])
-        return all(count <= (deadline - version + 1) * self.batch for count, deadline in enumerate(due, start=1))
+        due_by = sum(count for deadline, count in self.due.items() if deadline < own)
+        for deadline in range(own, version + self.eta + 1):
+            due_by += self.due[deadline]
+            if due_by >= (deadline - version + 1) * self.batch:
+                return False
+        return own >= version
 
     def _deadline(self, group: OutstandingGroup) -> int:
         assert self.eta is not None
@@ -173,6 +183,10 @@ class GroupTable:
 
     def running(self) -> list[OutstandingGroup]:
         return [g for g in self.groups.values() if g.state is GroupState.RUNNING]
+
+    def busy_ranks(self) -> list[int]:
+        """Ranks that groups still to be published are on."""
+        return sorted({g.rank for g in self.groups.values() if g.state is not GroupState.READY})
 
     def shards(self) -> set[str]:
         """Shards that READY groups lie in."""

@@ -1,15 +1,15 @@
 """The order in which examples are admitted, and the memory of which are done: each position ends exactly once.
 
 A position is one example in one epoch; its group number is `records.group_number(epoch, position)`. Positions are
-admitted in order and closed in any order. The state holds a low-water mark (all before it are closed) and what is
-closed above it; so a restored cursor issues again exactly what was admitted but not closed, first and in admission
-order, then goes on. Neither the number of ranks nor the batch size enters.
+admitted in order and closed in any order. The state holds a low-water mark (all before it are closed), what is closed
+above it, and what was in flight; so a restored cursor issues again exactly what was admitted but not closed, first and
+in admission order, then goes on. Neither the number of ranks nor the batch size enters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ def epoch_order(num_examples: int, seed: int, epoch: int, shuffle: bool) -> Int6
 class Cursor:
     """Exactly-once order over `epochs` passes (None: without end). Owned by the head's control loop; not thread-safe.
 
-    A group closed as `skipped` puts its example on a skip list: later epochs pass over it without admitting it.
+    A group closed as `skipped` puts its example on a skip list: later epochs pass over it without admitting it. What was
+    admitted before its example came onto the list ends like any other group, also after a resume.
     """
 
     def __init__(self, num_examples: int, seed: int, shuffle: bool = True, epochs: int | None = 1) -> None:
@@ -49,6 +50,7 @@ class Cursor:
         self._low = 0
         self._closed: set[int] = set()
         self._in_flight: set[int] = set()
+        self._owed: set[int] = set()
         self._skipped: set[int] = set()
         self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
 
@@ -59,17 +61,9 @@ class Cursor:
             return None
         ordinal = self._next
         self._in_flight.add(ordinal)
+        self._owed.discard(ordinal)
         self._next += 1
         return self._group(ordinal), self.example(self._group(ordinal))
-
-    def adopt(self, groups: Iterable[int]) -> None:
-        """After `restore`: these groups exist already (published by an earlier attempt). They become in flight
-        without being issued, to be closed like any other. Raises ValueError for a group that is closed or in flight."""
-        for group in groups:
-            ordinal = self._ordinal(group)
-            if self._is_closed(ordinal) or ordinal in self._in_flight:
-                raise ValueError(f"group {group} cannot be adopted: it is closed or in flight")
-            self._in_flight.add(ordinal)
 
     def close(self, group: int, how: str) -> None:
         """Ends a group that is in flight: `consumed`, `filtered` or `skipped`. Raises ValueError for any other
@@ -99,13 +93,17 @@ class Cursor:
         """Group numbers that are admitted and not closed, in admission order."""
         return [self._group(ordinal) for ordinal in sorted(self._in_flight)]
 
+    def owed(self) -> list[int]:
+        """Group numbers that were in flight in the restored state and were not issued again yet."""
+        return [self._group(ordinal) for ordinal in sorted(self._owed)]
+
     def remaining(self) -> float:
         """Positions not yet admitted, those to be issued again included; `inf` without an end.
 
         0 exactly when `admit` would give None; otherwise positions of skipped examples still ahead are counted too.
         """
         self._pass_over()
-        done_ahead = sum(ordinal >= self._next for ordinal in (*self._closed, *self._in_flight))
+        done_ahead = sum(ordinal >= self._next for ordinal in self._closed)
         return max(0, self._limit() - self._next - done_ahead)
 
     def state(self) -> dict[str, Any]:
@@ -116,6 +114,7 @@ class Cursor:
             "shuffle": self._shuffle,
             "low": self._low,
             "closed": _to_runs(ordinal - self._low for ordinal in self._closed),
+            "in_flight": _to_runs(ordinal - self._low for ordinal in self._in_flight | self._owed),
             "skipped": sorted(self._skipped),
         }
 
@@ -125,7 +124,8 @@ class Cursor:
             if state[key] != value:
                 raise ValueError(f"cursor: {key} is {value}, but the state was saved with {state[key]}")
         self._low = state["low"]
-        self._closed = {self._low + start + i for start, length in state["closed"] for i in range(length)}
+        self._closed = _from_runs(state["closed"], self._low)
+        self._owed = _from_runs(state["in_flight"], self._low)
         self._skipped = set(state["skipped"])
         self._in_flight = set()
         self._next = self._low
@@ -133,15 +133,17 @@ class Cursor:
     def _pass_over(self) -> None:
         """Moves to the next position that is to be admitted; closes those of skipped examples on the way."""
         while self._next < self._limit():
-            if not self._is_closed(self._next) and self._next not in self._in_flight:
-                if self.example(self._group(self._next)) not in self._skipped:
+            if not self._is_closed(self._next):
+                if self._next in self._owed or self.example(self._group(self._next)) not in self._skipped:
                     return
                 self._mark_closed(self._next)
             self._next += 1
 
     def _limit(self) -> float:
-        """Where admission ends: after the last epoch, or here when every example is on the skip list."""
-        return self._next if len(self._skipped) >= self._size else self._end
+        """Where admission ends: after the last epoch; when every example is on the skip list, after what is owed."""
+        if len(self._skipped) < self._size:
+            return self._end
+        return min(self._end, max(self._owed, default=self._next - 1) + 1)
 
     def _mark_closed(self, ordinal: int) -> None:
         self._closed.add(ordinal)
@@ -171,3 +173,8 @@ def _to_runs(numbers: Iterable[int]) -> list[list[int]]:
         else:
             runs.append([number, 1])
     return runs
+
+
+def _from_runs(runs: Iterable[Sequence[int]], first: int) -> set[int]:
+    """The other way round, counted from `first`."""
+    return {first + start + i for start, length in runs for i in range(length)}

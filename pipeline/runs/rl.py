@@ -13,12 +13,14 @@
     rollout     waits for assignments (admission) and, in an update, for buckets    <- learner on the head
     executor    waits for tokens (engine) and rewards (pool of child processes)
 
-The main thread serves the post office until every role thread of the rank has ended, or the world fails.
+Before any of these threads starts, the head of a later attempt sets aside what lies beyond its start point (`resume.py`);
+the others wait for its word. The main thread serves the post office until every role thread of the rank has ended, or the world fails.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -56,6 +58,7 @@ def run(
     """One rank of one attempt, from the formed world to its end. Exit code: 0 done, 75 stopped by a signal."""
     from transformers.utils import logging as transformers_logging
 
+    from pekoe.pipeline.runs.resume import Past, go_back
     from pekoe.pipeline.runs.rl_head import lead
     from pekoe.pipeline.runs.rl_rollout import roll
     from pekoe.pipeline.runs.rl_trainer import train
@@ -65,7 +68,12 @@ def run(
     world.set_role("+".join(roles))
     world.set_phase("starting")
     data = RunData(config)
-    start = find_start(directory, config, world.attempt, data) if world.rank == HEAD else None
+    start, past = None, Past()
+    if world.rank == HEAD:
+        start = find_start(directory, config, world.attempt, data)
+        if world.attempt > 0:
+            world.set_phase("setting aside what came after the start point")
+            past = go_back(directory, config, world.attempt, start, data)
     start = StartPoint(**world.share(dataclasses.asdict(start) if start else None))
     device = choose(config.cluster.device)
     context = RunContext(config, world, ranks, directory, device, device_index, start, data)
@@ -73,7 +81,7 @@ def run(
     outcomes: list[str] = []
     crew = Crew(world)
     if "trainer" in roles:
-        crew.start("learner", lambda: outcomes.append(train(context, crew, lead)))
+        crew.start("learner", lambda: outcomes.append(train(context, crew, functools.partial(lead, past=past))))
     if "rollout" in roles:
         assert prepared.pool is not None
         pool = prepared.pool

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from pekoe.pipeline.algorithm.normalise import normalise_rewards
@@ -16,14 +14,12 @@ from pekoe.pipeline.control.dispatcher import Dispatcher, Loss, Losses
 from pekoe.pipeline.control.step import Assignment, StepRows
 from pekoe.pipeline.control.step_report import StepReport
 from pekoe.pipeline.control.weight_update import WeightUpdates
-from pekoe.pipeline.data.cursor import Cursor
-from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
+from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.progress import Progress
 from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.records import Float64, Int64, UInt8
-from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.context import RunContext
-from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
+from pekoe.pipeline.runs.resume import Past, training_cursor
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.trajectory.ledger import Entry, Ledger
@@ -34,21 +30,27 @@ logger = logging.getLogger(__name__)
 
 
 def lead(
-    context: RunContext, engine: TrainEngine, sender: WeightSender, checkpoints: Checkpoints, store: Store
+    context: RunContext,
+    engine: TrainEngine,
+    sender: WeightSender,
+    checkpoints: Checkpoints,
+    store: Store,
+    *,
+    past: Past,
 ) -> None:
-    """The controller thread, until everybody was told to stop."""
+    """The controller thread, until everybody was told to stop; `past` is what earlier attempts left for it."""
     config, world, run = context.config, context.world, context.run
     version = context.start.version
     inbox = world.post.inbox(*INBOX_KINDS)
-    data = context.data.training
-    cursor = Cursor(len(data), config.seed, config.train_dataset.shuffle, config.total_train_epochs)
+    cursor = training_cursor(config, context.data)
     dispatcher = Dispatcher(config, world.post, cursor, context.ranks.rollout_ranks, context.num_steps)
+    if past.state:
+        cursor.restore(past.state["cursor"])
+        dispatcher.restore(past.state, version)
+    if world.attempt > 0:
+        dispatcher.offer(past.notices, version)
     ledger = Ledger(run)
     metrics = MetricsWriter(run, world.attempt, tensorboard=config.stats_logger.tensorboard)
-    done_before: frozenset[str] = frozenset()
-    if world.attempt > 0:
-        go_back(context, cursor, dispatcher, ledger, store, metrics)
-        done_before = done_at(run, version)
     context.add_gauges("control", dispatcher.gauges)
     progress = Progress(config.stats_logger.progress)
     validation = context.data.validation
@@ -76,7 +78,7 @@ def lead(
             num_validation=0 if validation is None else len(validation),
             record_step=account.record_step,
             record_end=account.record_end,
-            done_before=done_before,
+            done_before=past.done,
             quarantine=lambda shard, reason: _quarantine(store, shard, reason),
             begin_checkpoint=checkpoints.begin,
             commit_checkpoint=account.commit_checkpoint,
@@ -107,7 +109,7 @@ class Account:
     ) -> None:
         self._ledger, self._store, self._checkpoints, self._dispatcher = ledger, store, checkpoints, dispatcher
         self._keep_shards = keep_shards
-        self._consumed_from: set[str] = set()
+        self._spent: set[str] = set()
 
     def record_step(self, version: int, rows: StepRows, losses: Losses) -> None:
         """Durable before anything relies on it."""
@@ -118,7 +120,6 @@ class Account:
         self._ledger.record(
             version, consumed=consumed, filtered=_entries(losses.filtered), skipped=_entries(losses.skipped)
         )
-        self._consumed_from.update(entry.shard for entry in consumed)
 
     def record_end(self, version: int, losses: Losses) -> None:
         self._ledger.record_end(version, _entries(losses.filtered), _entries(losses.skipped))
@@ -127,51 +128,10 @@ class Account:
         """Complete or nothing; then the shards that nobody needs any more are deleted."""
         self._checkpoints.commit(version)
         self._checkpoints.prune()
-        if self._keep_shards:
-            return
-        spent = self._consumed_from - self._dispatcher.table.shards()
-        self._store.collect(sorted(spent))
-        self._consumed_from -= spent
-
-
-def go_back(
-    context: RunContext, cursor: Cursor, dispatcher: Dispatcher, ledger: Ledger, store: Store, metrics: MetricsWriter
-) -> None:
-    """A later attempt: what lies after its start point is set aside, open groups and usable shards come back."""
-    version = context.start.version
-    ledger.set_aside_after(version)
-    metrics.truncate_after(version)
-    for folder in run_exports_after(context.run, version):
-        context.run.put_aside(folder, f"the run went on from version {version}")
-    kept: set[str] = set()
-    consumed = {entry.shard for record in ledger.read(version) for entry in record.consumed}
-    if context.start.checkpoint:
-        state = msgspec.msgpack.decode((Path(context.start.checkpoint) / CONTROLLER_STATE).read_bytes())
-        cursor.restore(state["cursor"])
-        dispatcher.restore(state, version)
-        kept = dispatcher.adopt(store.adoptable(version), version)
-    if context.config.rollout.keep_trajectories != "none":
-        kept |= consumed
-    else:
-        store.collect(sorted(consumed - kept))
-    store.set_aside_unknown(context.world.attempt, kept)
-    logger.info("attempt %d goes on from version %d with %d shards", context.world.attempt, version, len(kept))
-
-
-def run_exports_after(run: RunDirectory, version: int) -> list[Path]:
-    """Exports of a future that was abandoned."""
-    found = {path: path.name.removeprefix("step-") for path in run.exports.glob("step-*")}
-    return [path for path, step in found.items() if step.isdigit() and int(step) > version]
-
-
-def done_at(run: RunDirectory, version: int) -> frozenset[str]:
-    """What an earlier attempt has finished at the version that this one begins at."""
-    done = set()
-    if (run.exports / f"step-{version}").is_dir():
-        done.add("export")
-    if any(line.step == version and "eval/accuracy" in line.values for line in read_metrics(run)):
-        done.add("evaluation")
-    return frozenset(done)
+        self._spent |= self._dispatcher.take_idle_shards()
+        if not self._keep_shards:
+            self._store.collect(sorted(self._spent))
+            self._spent.clear()
 
 
 def score_rows(

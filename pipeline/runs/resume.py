@@ -1,0 +1,121 @@
+"""The way back: what an interrupted attempt left beyond the start point of this one is set aside, the rest is handed on.
+
+    head, before any role of this attempt starts     ledger read ─► later records, metrics, exports, weights, archives,
+                                                     evaluations and shards set aside ─► Past
+    controller, once the roles are there             Past: cursor, counters, open groups, shards whose groups it adopts
+
+So no role can ever see the abandoned future. Each move is one rename with its reason beside it: after a crash in the
+middle the next attempt does the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pekoe.pipeline import files
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.data.cursor import Cursor
+from pekoe.pipeline.messages import Published
+from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
+from pekoe.pipeline.runs.start import RunData, StartPoint
+from pekoe.pipeline.trajectory.ledger import Ledger
+from pekoe.pipeline.trajectory.store import Store
+
+logger = logging.getLogger(__name__)
+
+VERSION = re.compile(r"(?:step|v)-(\d+)(?:\.[\w.]*)?")
+"""Name of something that was made at a version."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What earlier attempts left for the controller of this one."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    """Its snapshot in the checkpoint; empty without one."""
+    notices: tuple[Published, ...] = ()
+    """Valid shards with open groups and no token newer than the start point."""
+    done: frozenset[str] = frozenset()
+    """Which of `export` and `evaluation` exist at the start point."""
+
+
+def training_cursor(config: RunConfig, data: RunData) -> Cursor:
+    """The order of the training examples, at its beginning."""
+    return Cursor(len(data.training), config.seed, config.train_dataset.shuffle, config.total_train_epochs)
+
+
+def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoint, data: RunData) -> Past:
+    """Head only, of an attempt after the first. ValueError when the ledger does not reach the start point."""
+    version, reason = start.version, f"the run went on from version {start.version}"
+    ledger = Ledger(run)
+    consumed = {entry.shard for record in ledger.read(version) for entry in record.consumed}
+    state = read_state(Path(start.checkpoint)) if start.checkpoint else {}
+    ledger.set_aside_after(version)
+    with MetricsWriter(run, attempt, tensorboard=config.stats_logger.tensorboard) as metrics:
+        metrics.truncate_after(version)
+    for folder in (run.exports, run.eval, run.weights):
+        _finish_moves(folder)
+        for path in sorted(made_after(folder, version)):
+            run.put_aside(path, reason)
+    cursor = training_cursor(config, data)
+    if state:
+        cursor.restore(state["cursor"])
+    store = Store(run)
+    notices = [
+        notice for notice in store.adoptable(version)
+        if any(not cursor.is_closed(group.group) for group in notice.groups)
+    ]  # fmt: skip
+    kept = {notice.path for notice in notices}
+    if config.rollout.keep_trajectories == "none":
+        store.collect(sorted(consumed - kept))
+    else:
+        kept |= consumed
+    store.set_aside_unknown(attempt, kept)
+    store.close()
+    logger.info("attempt %d goes on from version %d; %d shards hold open groups", attempt, version, len(notices))
+    return Past(state, tuple(notices), done_at(run, version))
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The controller's snapshot in a checkpoint."""
+    state: dict[str, Any] = msgspec.msgpack.decode(files.read_bytes(checkpoint / CONTROLLER_STATE))
+    return state
+
+
+def made_after(folder: Path, version: int) -> Iterator[Path]:
+    """What lies in a folder under the name of a later version (`step-N…`, `v-N…`)."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = VERSION.fullmatch(path.name)
+        if match and int(match[1]) > version:
+            yield path
+
+
+def done_at(run: RunDirectory, version: int) -> frozenset[str]:
+    """What an earlier attempt has finished at the version that this one begins at."""
+    done = set()
+    if (run.exports / f"step-{version}").is_dir():
+        done.add("export")
+    if any(line.step == version and "eval/accuracy" in line.values for line in read_metrics(run)):
+        done.add("evaluation")
+    return frozenset(done)
+
+
+def _finish_moves(folder: Path) -> None:
+    """Removes what was being written or removed when its writer died; a folder that was being replaced comes back."""
+    for path in folder.glob("*") if folder.is_dir() else ():
+        if path.name.endswith(files.PREVIOUS):
+            files.restore_folder(path.with_suffix(""))
+        if path.name.endswith((files.PART, files.DISCARDED, files.PREVIOUS)):
+            if path.is_dir():
+                files.put_away(path)
+            else:
+                files.remove(path)
