@@ -94,6 +94,17 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", type=Path, metavar="RUN", help="run directory")
     status.set_defaults(command=_status)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="what happened to a run and what to do next",
+        description="Examines a run by its files alone and changes nothing. Exit code 0: nothing is wrong; 1: there "
+        "are problems; 78: not a run directory.",
+    )
+    doctor.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    doctor.add_argument("--deep", action="store_true", help="read every byte: hashes of checkpoints, all shards")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(command=_doctor)
+
     shards = commands.add_parser("shards", help="list, show or verify trajectories")
     inspect_shards.add_arguments(shards)
     shards.set_defaults(command=_shards)
@@ -222,6 +233,17 @@ def _status(arguments: argparse.Namespace) -> int:
 
     print(status(arguments.run))
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from pekoe.launch.allocation import place
+    from pekoe.pipeline.runs.doctor import diagnose
+
+    run = RunDirectory(arguments.run)
+    check_is_run(run)
+    found = diagnose(run, deep=arguments.deep, place=place)
+    print(found.json() if arguments.json else found.text())
+    return found.exit_code
 
 
 def _shards(arguments: argparse.Namespace) -> int:
