@@ -87,7 +87,7 @@ def verify_share(folder: Path, index: int, count: int, retry_seconds: float = 60
     """What is wrong with this rank's share (the `index`-th of `count`) of a folder's files, hashes compared; bounded in
     number and length. Together `count` ranks read every byte once."""
     try:
-        by_size = sorted(listed_files(_try_again(lambda: read_marker(folder), retry_seconds)), key=_largest_first)
+        by_size = sorted(listed_files(read_marker(folder, retry_seconds)), key=_largest_first)
         share = by_size[index::count]
         _try_again(lambda: _compare_sizes(folder, share), retry_seconds)
     except IncompleteFolderError as error:
@@ -95,8 +95,12 @@ def verify_share(folder: Path, index: int, count: int, retry_seconds: float = 60
     return [f"{folder}: {problem}" for problem in hash_problems(folder, share)][:MAX_NAMED]
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
+def read_marker(folder: Path, retry_seconds: float = 0.0) -> dict[str, Any]:
     """The marker's content, checked for its form; raises IncompleteFolderError."""
+    return _try_again(lambda: _read_marker(folder), retry_seconds)
+
+
+def _read_marker(folder: Path) -> dict[str, Any]:
     try:
         marker = files.read_json(folder / MARKER, retry_seconds=0.0)
         listed_files(marker)
@@ -138,19 +142,17 @@ def hash_problems(folder: Path, listed: Sequence[WrittenFile]) -> list[str]:
 
 
 def _compare_sizes(folder: Path, listed: Sequence[WrittenFile]) -> None:
-    def size(file: WrittenFile) -> int | None:
+    def problem(file: WrittenFile) -> str:
         try:
-            return (folder / file.name).stat().st_size
+            found = (folder / file.name).stat().st_size
         except OSError as error:
-            if not isinstance(error, NotADirectoryError) and error.errno not in files.LATE:
-                raise
-            return None
+            is_missing = isinstance(error, NotADirectoryError) or error.errno in files.LATE
+            return f"{file.name} is missing" if is_missing else f"{file.name} cannot be read: {error}"
+        return "" if found == file.num_bytes else f"{file.name} has {found} bytes, {file.num_bytes} were written"
 
-    for file, found in zip(listed, _on_threads(size, listed), strict=True):
-        if found is None:
-            raise IncompleteFolderError(f"{folder}: {file.name} is missing")
-        if found != file.num_bytes:
-            raise IncompleteFolderError(f"{folder}: {file.name} has {found} bytes, {file.num_bytes} were written")
+    problems = [found for found in _on_threads(problem, listed) if found]
+    if problems:
+        raise IncompleteFolderError(f"{folder}: {_some(problems)}")
 
 
 def _write_marker(folder: Path, facts: dict[str, Any], written: Iterable[WrittenFile]) -> None:

@@ -13,13 +13,13 @@
     rollout     waits for assignments (admission) and, in an update, for buckets    <- learner on the head
     executor    waits for tokens (engine) and rewards (pool of child processes)
 
-Before any of these threads starts, the head of a later attempt sets aside what lies beyond its start point (`resume.py`);
-the others wait for its word. The main thread serves the post office until every role thread of the rank has ended, or the world fails.
+Before any of these threads starts, the head of a later attempt sets aside what lies beyond its start point
+(`resume.py`), and the others wait for its word. The main thread serves the post office until every role thread of the
+rank has ended, or the world fails.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import threading
@@ -31,7 +31,7 @@ from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.reward.pool import RewardPool
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.context import HEAD, Ranks, RunContext, World
-from pekoe.pipeline.runs.start import RunData, StartPoint, find_start
+from pekoe.pipeline.runs.start import RunData, choose_start
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,13 @@ def run(
     world.set_role("+".join(roles))
     world.set_phase("starting")
     data = RunData(config)
-    start, past = None, Past()
-    if world.rank == HEAD:
-        start = find_start(directory, config, world.attempt, data)
-        if world.attempt > 0:
+    start = choose_start(directory, config, world, ranks.trainer_ranks, data)
+    past = Past()
+    if world.attempt > 0:
+        if world.rank == HEAD:
             world.set_phase("setting aside what came after the start point")
             past = go_back(directory, config, world.attempt, start, data)
-    start = StartPoint(**world.share(dataclasses.asdict(start) if start else None))
+        world.share("done" if world.rank == HEAD else None)
     device = choose(config.cluster.device)
     context = RunContext(config, world, ranks, directory, device, device_index, start, data)
     world.set_version(context.start.version)

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from pekoe.pipeline import complete_folder, files
 from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
 from pekoe.pipeline.algorithm.normalise import normalise_tokens
 from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
-from pekoe.pipeline.files import write_bytes
 from pekoe.pipeline.messages import Endpoint, Hello, Inbox, PublishWeights, TensorSpec
 from pekoe.pipeline.records import PackedBatch, RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
 from pekoe.pipeline.runs.transports import transport_setup
-from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.train.checkpoint import ENGINE, LATE_SECONDS, Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.train.learner import INBOX_KINDS, BadRowsError, Learner, LearnerParts
-from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state
+from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state, seed_generators
 from pekoe.pipeline.trajectory.store import BadRows, Store
 from pekoe.pipeline.weights.transport import WeightSender
 from pekoe.pipeline.weights.transport_setup import TransferError
@@ -87,10 +87,9 @@ def build_learner(
             version=version,
         )
 
-    def save_extra(folder: Path, state: bytes) -> None:
-        write_bytes(folder / f"rng-{world.rank}.msgpack", capture_rng_state(context.device))
-        if context.is_head:
-            write_bytes(folder / CONTROLLER_STATE, state)
+    def other_files(state: bytes) -> dict[str, bytes]:
+        found = {rng_file(world.rank): capture_rng_state(context.device)}
+        return {**found, CONTROLLER_STATE: state} if context.is_head else found
 
     def send_weights(
         message: PublishWeights, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]]
@@ -110,7 +109,8 @@ def build_learner(
         send_weights=send_weights,
         check_sequences=check_sequences(config),
         checkpoint_folder=checkpoints.part,
-        save_extra=save_extra,
+        other_files=other_files,
+        start_thread=world.start,
         export_folder=lambda path: context.run.path / path,
         set_phase=context.phase_of("learner"),
         set_version=world.set_version,
@@ -167,11 +167,23 @@ def transport_name(context: RunContext) -> str:
 
 
 def load_checkpoint(context: RunContext, engine: TrainEngine) -> None:
+    """Fills the engine, and this rank's random generators; a rank that the saved run did not have (another number of
+    trainer ranks) gets fresh ones, by its number and the version. The marker says which it is, not a look at the
+    disk."""
     folder = Path(context.start.checkpoint)
-    engine.load(folder / "engine")
-    states = folder / f"rng-{context.world.rank}.msgpack"
-    if states.exists():
-        restore_rng_state(states.read_bytes(), context.device)
+    marker = complete_folder.read_marker(folder, retry_seconds=LATE_SECONDS)
+    engine.load(folder / ENGINE)
+    name = rng_file(context.world.rank)
+    if name in {file.name for file in complete_folder.listed_files(marker)}:
+        restore_rng_state(files.read_bytes(folder / name, LATE_SECONDS), context.device)
+        return
+    logger.info("random generators start anew: the checkpoint has none for rank %d", context.world.rank)
+    seed_generators(context.config.seed, context.start.version, context.world.rank)
+
+
+def rng_file(rank: int) -> str:
+    """Random states of a trainer rank, in a checkpoint."""
+    return f"rng-{rank}.msgpack"
 
 
 def add_advantages(

@@ -1,19 +1,39 @@
-"""Where an attempt begins: fresh, or at the newest complete checkpoint."""
+"""Where an attempt begins: fresh, or at the newest checkpoint that every trainer rank found whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from pekoe.pipeline import complete_folder
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.data.dataset import Dataset, build, filter_by_length
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.train.checkpoint import LATE_SECONDS, Checkpoint, Checkpoints
 
 logger = logging.getLogger(__name__)
+
+HEAD = 0
+MAX_REASONS = 5
+"""Ranks whose reasons are told of one damaged checkpoint."""
+
+
+class StartWorld(Protocol):
+    """The part of `launch/world.py` that the choice of a start point uses."""
+
+    rank: int
+    attempt: int
+
+    def share(self, value: Any, root: int = 0) -> Any: ...
+    def collect(self, value: Any) -> list[Any]: ...
+    def set_phase(self, phase: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -26,15 +46,79 @@ class StartPoint:
     num_steps: int
 
 
-def find_start(run: RunDirectory, config: RunConfig, attempt: int, data: RunData) -> StartPoint:
-    """Head only. Raises when there are checkpoints but none is whole: a run never starts over by itself."""
-    num_steps = number_of_steps(config, data)
-    latest = Checkpoints(run, config.recover.keep, attempt).latest()
-    if latest is None:
-        return StartPoint(0, "", num_steps)
-    version, folder = latest
-    logger.info("going on from %s", folder)
-    return StartPoint(version, str(folder), num_steps)
+def choose_start(
+    run: RunDirectory, config: RunConfig, world: StartWorld, trainer_ranks: Sequence[int], data: RunData
+) -> StartPoint:
+    """All ranks, main thread, before any role starts: one common decision, the same on every rank.
+
+    The head proposes its checkpoints, the newest first; each trainer rank reads and compares its share of the files of
+    a proposal with their hashes. One that any rank found damaged is passed over with the reason, and set aside once an
+    older one is found good. Raises CheckpointError (on the head, which ends the world) when there are checkpoints but
+    none is whole: a run never starts over by itself.
+    """
+    head = HeadChoice(Checkpoints(run, config.recover.keep, world.attempt)) if world.rank == HEAD else None
+    while True:
+        proposal = Proposal(**world.share(dataclasses.asdict(head.propose()) if head else None))
+        if not proposal.path:
+            break
+        world.set_phase(f"verifying {proposal.path}")
+        began = time.monotonic()
+        problems: list[str] = []
+        if world.rank in trainer_ranks:
+            share = trainer_ranks.index(world.rank)
+            problems = complete_folder.verify_share(run.path / proposal.path, share, len(trainer_ranks), LATE_SECONDS)
+        found = [(rank, text) for rank, texts in enumerate(world.collect(problems)) for text in texts]
+        if not found:
+            logger.info("%s is whole (%.1f s)", proposal.path, time.monotonic() - began)
+            break
+        if head:
+            head.refuse("; ".join(f"rank {rank}: {text}" for rank, text in found[:MAX_REASONS]))
+    if head and proposal.path:
+        head.settle()
+    num_steps = world.share(number_of_steps(config, data) if head else None)
+    return StartPoint(proposal.version, str(run.path / proposal.path) if proposal.path else "", num_steps)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A checkpoint that the head would go on from; no path: the run begins."""
+
+    version: int
+    path: str
+    """Relative to the run directory."""
+
+
+class HeadChoice:
+    """What the head has proposed so far."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._untried = iter(checkpoints.proposals())
+        self._damaged: list[tuple[Checkpoint, str]] = []
+        self._proposed: Checkpoint | None = None
+
+    def propose(self) -> Proposal:
+        """The newest one that nothing is known against. CheckpointError when all are damaged."""
+        for found, problem in self._untried:
+            self._proposed = found
+            if not problem:
+                return Proposal(found.step, f"checkpoints/{found.path.name}")
+            self.refuse(problem)
+        if self._damaged:
+            raise self._checkpoints.none_usable([problem for _, problem in self._damaged])
+        return Proposal(0, "")
+
+    def refuse(self, reason: str) -> None:
+        """The one proposed last is damaged."""
+        assert self._proposed is not None
+        logger.warning("checkpoint of step %d is skipped: %s", self._proposed.step, reason)
+        self._damaged.append((self._proposed, reason))
+
+    def settle(self) -> None:
+        """The run goes on from the one proposed last: damaged newer ones leave the way."""
+        assert self._proposed is not None
+        self._checkpoints.set_aside(self._damaged)
+        logger.info("going on from %s", self._proposed.path)
 
 
 class RunData:

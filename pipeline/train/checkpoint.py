@@ -66,14 +66,15 @@ class Checkpoints:
         """Head only, before any rank writes: an empty folder for the step; remains of an earlier try are removed."""
         self.abandon(step)
         part = self.part(step)
+        files.make_folder(part)
         self._begun.add(part)
         return part
 
     def part(self, step: int) -> Path:
         """Any rank: the folder to write the step's files into; all ranks get the same one."""
-        part = self._part(step)
-        part.mkdir(parents=True, exist_ok=True)
-        return part
+        if step < 0:
+            raise ValueError(f"checkpoint of step {step}: steps count from 0")
+        return self._folder / f"step-{step}.attempt-{self._attempt}{files.PART}"
 
     def commit(self, step: int, facts: dict[str, Any], written: Sequence[WrittenFile]) -> Path:
         """Head only, after all ranks reported what they have written: seals the folder and gives it its name.
@@ -81,7 +82,7 @@ class Checkpoints:
         `facts` go into the marker, with `step` and `attempt`. Raises OSError when the files on disk are not the
         reported ones, or when the marker cannot be written: abandon it then. ValueError without `begin`.
         """
-        part = self._part(step)
+        part = self.part(step)
         if part not in self._begun:
             raise ValueError(f"checkpoint of step {step}: commit without begin")
         taken = {found.save for found in self._all() if found.step == step}
@@ -100,7 +101,7 @@ class Checkpoints:
     def abandon(self, step: int) -> None:
         """Head only, after all ranks reported and one failed: removes what was written of the step; a commit that comes
         late is refused."""
-        part = self._part(step)
+        part = self.part(step)
         self._begun.discard(part)
         files.put_away(part)
 
@@ -168,11 +169,6 @@ class Checkpoints:
             if num_complete > self._keep and self._pins.remove_unless_pinned(found.step, found.path):
                 surplus.append(found.path)
         return surplus
-
-    def _part(self, step: int) -> Path:
-        if step < 0:
-            raise ValueError(f"checkpoint of step {step}: steps count from 0")
-        return self._folder / f"step-{step}.attempt-{self._attempt}{files.PART}"
 
     @staticmethod
     def _problem(path: Path, deep: bool = False) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pekoe.pipeline.messages import TensorSpec
+from pekoe.pipeline.messages import TensorSpec, WrittenFile
 from pekoe.pipeline.records import PackedBatch
 
 if TYPE_CHECKING:
@@ -49,6 +49,15 @@ class LossFunction(Protocol):
     needs_entropy_gradient: bool
 
 
+class StagedState(Protocol):
+    """One save on one rank: a copy that training no longer changes."""
+
+    def write(self, folder: Path) -> tuple[WrittenFile, ...]:
+        """Collective over the trainer ranks, once, on any one thread, while the engine trains on: the durable files of
+        this rank, named relative to `folder`. OSError on all ranks when one cannot write, with its errno there."""
+        ...
+
+
 class TrainEngine(Protocol):
     """One model, sharded over the trainer ranks. Every method but the queries is collective over them."""
 
@@ -81,11 +90,14 @@ class TrainEngine(Protocol):
         """Full tensors one by one, gathered on every rank; never two whole models in memory."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Sharded model and optimiser state."""
+    def stage(self) -> StagedState:
+        """A copy in host memory of sharded model and optimiser state, as they are now: the only part of a save during
+        which training stands still. The one before must have been written: its memory is used again."""
         ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """What `StagedState.write` wrote, on any number of ranks; rates and decay stay those of the configuration."""
+        ...
 
     def export_hf(self, folder: Path) -> None:
         """safetensors + config + tokenizer, loadable with `from_pretrained`."""

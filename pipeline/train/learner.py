@@ -3,8 +3,10 @@
 Plan      read and verify this rank's rows, answer RowsRead; wait outside of any collective
 Commit    proximal log-probs -> advantages -> one optimiser update a minibatch -> StepDone      (collective from here)
 Replan    forget the rows
-PublishWeights, Save, Export   collective too; the head sends them to all trainer ranks in one order
-StopTrainer                    leave
+PublishWeights, Export         collective too; the head sends them to all trainer ranks in one order
+Save      copy the state (collective); a saver thread writes it while training goes on, and answers Saved
+RollCall  answer Present: this rank stands at a step boundary
+StopTrainer                    leave, when the save in flight is over
 """
 
 from __future__ import annotations
@@ -27,17 +29,20 @@ from pekoe.pipeline.messages import (
     Message,
     Plan,
     Post,
+    Present,
     PublishWeights,
     Replan,
+    RollCall,
     RowsRead,
     Save,
-    Saved,
     StepDone,
     StopTrainer,
     WeightsSent,
 )
 from pekoe.pipeline.records import Finish, PackedBatch, RowKey, Trajectory, pack
+from pekoe.pipeline.train.checkpoint import ENGINE
 from pekoe.pipeline.train.engine import LossFunction, TrainEngine
+from pekoe.pipeline.train.saver import Saver, StagedSave
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +51,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INBOX_KINDS: tuple[type[Message], ...] = (Plan, Commit, Replan, PublishWeights, Save, Export, StopTrainer)
+INBOX_KINDS: tuple[type[Message], ...] = (
+    Plan, Commit, Replan, PublishWeights, Save, Export, RollCall, StopTrainer,
+)  # fmt: skip
 
 
 class BadRowsError(Exception):
@@ -79,8 +86,12 @@ class LearnerParts:
     send_weights: Callable[[PublishWeights, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], None]
     check_sequences: list[list[int]]
     checkpoint_folder: Callable[[int], Path]
-    save_extra: Callable[[Path, bytes], None]
-    """Writes what belongs to this rank beside the engine (random states; on the head the controller's snapshot)."""
+    """Where the checkpoint of a version is being put together; the same on all ranks."""
+    other_files: Callable[[bytes], dict[str, bytes]]
+    """What belongs into a checkpoint beside the engine, by file name: this rank's random states as they are now; on the
+    head the controller's snapshot."""
+    start_thread: Callable[[str, Callable[[], None]], None]
+    """Runs something beside the learner; what it raises ends the run."""
     export_folder: Callable[[str], Path]
     set_phase: Callable[[str], None]
     set_version: Callable[[int], None]
@@ -101,6 +112,7 @@ class Learner:
     def __init__(self, config: RunConfig, parts: LearnerParts, num_steps: int, version: int) -> None:
         self.config, self.parts, self.num_steps, self.version = config, parts, num_steps, version
         self.rows: Rows | None = None
+        self.saver = Saver(parts.post, parts.head, parts.start_thread, config.recover.asynchronous)
 
     def run(self) -> str:
         """Until StopTrainer; returns its reason."""
@@ -123,7 +135,10 @@ class Learner:
                     folder = self.parts.export_folder(message.path)
                     self.parts.engine.export_hf(folder)
                     self._tell_from_first(Exported(message.version, message.path))
+                case RollCall():
+                    self.parts.post.send(self.parts.head, Present(message.number))
                 case StopTrainer():
+                    self._wait_for_saver()
                     return message.reason
                 case _:
                     raise AssertionError(f"the learner cannot handle {message!r}")
@@ -196,17 +211,23 @@ class Learner:
         return values
 
     def save(self, message: Save) -> None:
-        """This rank's part of a checkpoint; the head commits when all have answered."""
+        """Copies this rank's part of a checkpoint and has it written; the head commits when all have answered.
+
+        A save that is still in flight is waited for: there is one copy, and collectives keep their order.
+        """
         began = time.monotonic()
+        self._wait_for_saver()
+        self.parts.set_phase("staging the checkpoint")
+        staged = self.parts.engine.stage()
+        others = self.parts.other_files(message.state)
         folder = self.parts.checkpoint_folder(message.version)
-        error = ""
-        try:
-            self.parts.engine.save(folder / "engine")
-            self.parts.save_extra(folder, message.state)
-        except OSError as failure:
-            logger.exception("checkpoint of version %d failed", message.version)
-            error = f"{type(failure).__name__}: {failure}"[:2000]
-        self.parts.post.send(self.parts.head, Saved(message.version, time.monotonic() - began, error=error))
+        stage_seconds = time.monotonic() - began
+        self.saver.begin(StagedSave(message.version, folder, ENGINE, staged, others, began, stage_seconds))
+
+    def _wait_for_saver(self) -> None:
+        if self.saver.is_busy:
+            self.parts.set_phase("waiting for the last save to be written")
+            self.saver.wait()
 
     def _tell_from_first(self, message: Message) -> None:
         if self.parts.post.rank == self.parts.head:

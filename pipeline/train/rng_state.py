@@ -47,3 +47,11 @@ def restore_rng_state(data: bytes, device: Device) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
     if state.device:
         device.set_rng_state(torch.frombuffer(bytearray(state.device), dtype=torch.uint8))
+
+
+def seed_generators(*seeds: int) -> None:
+    """Starts all generators of this process anew, from numbers that name who draws and when."""
+    state = np.random.SeedSequence(seeds).generate_state(3, np.uint32)
+    random.seed(int(state[0]))
+    np.random.seed(int(state[1]))
+    torch.manual_seed(int(state[2]))

@@ -227,7 +227,7 @@ def scenario_save(folder, rank, size):
     for step in range(2):
         engine.set_progress(step / 10)
         train(engine)
-    engine.save(folder / f"checkpoint-{size}")
+    engine.stage().write(folder / f"checkpoint-{size}")
     engine.export_hf(folder / f"export-{size}")
     saved = weights(engine)
     engine.set_progress(0.2)

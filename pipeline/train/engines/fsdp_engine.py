@@ -27,11 +27,14 @@ from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
 from pekoe.pipeline.train.engines.hf_folder import HfFolderWriter
+from pekoe.pipeline.train.engines.host_copy import HostCopy
 from pekoe.pipeline.train.engines.isolation import check_isolation
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
 from pekoe.pipeline.train.engines.packed_attention import PackedSequences
+from pekoe.pipeline.train.engines.sharded_files import read_sharded
 from pekoe.pipeline.train.engines.sharded_model import build_model, tied_names
 from pekoe.pipeline.train.engines.sharded_optimizer import build_optimizer, clip, gradient_norm
+from pekoe.pipeline.train.engines.staged_shards import StagedShards, save_group
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,9 @@ class FsdpEngine:
         self._token_logprobs = token_logprobs
         self._weight_dtype: torch.dtype = getattr(torch, weight_dtype)
         self._total_steps = max(1, total_steps)
+        self._save_group = save_group(self.mesh)
+        self._host_copy = HostCopy()
+        self._staged: StagedShards | None = None
         torch.manual_seed(seed + self.data_parallel_rank)
         self.model: Any = build_model(config, device, self.device, self.mesh)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -134,24 +140,20 @@ class FsdpEngine:
             part = tensor.to(self.device, self._sent_dtype(tensor))
             yield name, (part.full_tensor() if isinstance(part, DTensor) else part)
 
-    def save(self, folder: Path) -> None:
-        """A distributed checkpoint, loadable on another number of ranks. OSError on all ranks when one cannot write."""
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        try:
-            save(self._state(), checkpoint_id=str(folder), process_group=self.mesh.get_group())
-        except CheckpointException as error:
-            raise OSError(f"{folder}: the checkpoint could not be written: {error}") from error
+    def stage(self) -> StagedShards:
+        """See `TrainEngine`."""
+        if self._staged is not None and not self._staged.is_over:
+            raise AssertionError("the staged state of the last save has not been written yet")
+        self._staged = StagedShards(self._host_copy.take(self._state()), self._save_group)
+        return self._staged
 
     def load(self, folder: Path) -> None:
-        """Parameters and moments of `save`; rates and decay stay those of the configuration."""
+        """See `TrainEngine`."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load
 
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = self._state()
-        load(state, checkpoint_id=str(folder), process_group=self.mesh.get_group())
+        read_sharded(state, folder, self._save_group)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -176,8 +178,9 @@ class FsdpEngine:
             writer.finish(str(self._weight_dtype).removeprefix("torch."))
 
     def close(self) -> None:
-        """Lets go of model and optimiser."""
-        del self.model, self.optimizer
+        """Lets go of model, optimiser and staged copy."""
+        del self.model, self.optimizer, self._host_copy, self._staged
+        dist.destroy_process_group(self._save_group)
 
     def _logprobs(
         self, tensors: dict[str, Tensor], temperature: float, with_entropy: bool
