@@ -74,6 +74,10 @@ class StepReport:
         self.figures["time/update"] = seconds
         self.figures["time/engines_paused"] = stood_still
 
+    def saved(self, seconds: float, stage_seconds: float) -> None:
+        """A checkpoint is complete; training stood still for `stage_seconds` of it."""
+        self.figures["time/checkpoint"], self.figures["time/checkpoint_stage"] = seconds, stage_seconds
+
     def step(self, controller: Controller) -> None:
         """Writes the step that made `controller.version`."""
         now = time.monotonic()
@@ -85,6 +89,10 @@ class StepReport:
         self.figures["tokens_per_second/rollout"] = (tokens_now - tokens) / max(now - then, 1e-9)
         self.figures["queue/ready"] = float(len(dispatcher.table.ready))
         self.figures["queue/running"] = float(dispatcher.admission.running)
+        if controller.saves.failures:
+            self.figures["checkpoint/failures"] = float(controller.saves.failures)
+        if controller.disk.count:
+            self.figures["disk/refusals"] = float(controller.disk.count)
         for name, count in dispatcher.counts.items():
             self.figures[f"groups_total/{name}"] = float(count)
         self.write_metrics(controller.version, self.figures)
@@ -123,6 +131,6 @@ class StepReport:
                 ready=len(dispatcher.table.ready),
                 running=dispatcher.admission.running,
                 eta_seconds=None if per_step is None else per_step * remaining,
-                waiting_for=controller.waiting_for,
+                waiting_for=controller.pump.reason,
             )
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from pekoe.pipeline.config.schedule import WeightsConfig
+from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.messages import (
     Post,
     PrepareWeights,
@@ -16,6 +19,11 @@ from pekoe.pipeline.messages import (
     WeightsReady,
     WeightsSent,
 )
+
+logger = logging.getLogger(__name__)
+
+MAX_TRANSFER_TRIES = 3
+WHO = "the weights"
 
 
 class WeightUpdateError(RuntimeError):
@@ -27,6 +35,7 @@ class WeightUpdates:
     """The transfer group of an epoch is kept while membership is unchanged; a failure opens a new epoch."""
 
     post: Post
+    limits: WeightsConfig
     trainer_ranks: Sequence[int]
     rollout_ranks: Sequence[int]
     open_epoch: Callable[[int, tuple[int, ...]], str]
@@ -43,6 +52,39 @@ class WeightUpdates:
     def members(self) -> tuple[int, ...]:
         """World ranks of the transfer group, the sender first; the sender may be an engine's rank too (colocated)."""
         return (self.trainer_ranks[0], *self.rollout_ranks)
+
+    def bring(self, version: int, pump: Pump) -> float:
+        """Brings every engine to this version; gives for how many seconds the slowest one stood still.
+
+        A failed transfer is tried again in a new group. Raises WeightUpdateError after MAX_TRANSFER_TRIES.
+        """
+        pump.handlers.update(
+            {
+                WeightsReady: self.on_ready,
+                WeightsSent: lambda source, message: self.on_sent(message),
+                WeightsLoaded: self.on_loaded,
+            }
+        )
+        failures = 0
+        while True:
+            self.prepare(version)
+            pump.wait(
+                lambda: self.all_ready or None, "engines to stop at a token", self.limits.ready_seconds, self.not_ready
+            )
+            self.publish()
+            pump.wait(lambda: self.is_over or None, f"weights of version {version} to arrive", on=self.unanswered)
+            errors = self.errors()
+            if not errors:
+                pump.disk.accept(WHO)
+                return max(message.seconds for message in self.loaded.values())
+            text = "; ".join(errors)
+            if self.disk_is_full:
+                pump.wait_for_room(WHO, text)
+                continue
+            failures += 1
+            logger.warning("transfer of version %d failed (try %d): %s", version, failures, text)
+            if failures == MAX_TRANSFER_TRIES:
+                raise WeightUpdateError(f"version {version} could not be brought to the engines: {text}")
 
     def prepare(self, version: int) -> None:
         """Tells every engine to stop at a token for `version`."""
@@ -80,6 +122,20 @@ class WeightUpdates:
     @property
     def all_ready(self) -> bool:
         return len(self.ready) == len(self.rollout_ranks)
+
+    def not_ready(self) -> list[int]:
+        """Engines that have not stopped yet."""
+        return [rank for rank in self.rollout_ranks if rank not in self.ready]
+
+    def unanswered(self) -> list[int]:
+        """Who has not answered yet: the sender, engines."""
+        sender = [self.trainer_ranks[0]] if self.sent is None else []
+        return sender + [rank for rank in self.rollout_ranks if rank not in self.loaded]
+
+    @property
+    def disk_is_full(self) -> bool:
+        """The sender had no room for this version's files."""
+        return self.sent is not None and self.sent.disk_is_full
 
     @property
     def is_over(self) -> bool:

@@ -7,6 +7,7 @@ executor's results come back through this loop's own inbox, so that shards are w
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import time
@@ -16,10 +17,12 @@ from typing import Protocol
 
 import numpy as np
 
+from pekoe.pipeline import files
 from pekoe.pipeline.messages import (
     Assign,
     AssignEvaluation,
     Cancel,
+    DiskRefused,
     Evaluated,
     Finished,
     Flush,
@@ -42,6 +45,8 @@ from pekoe.pipeline.rollout.executor import Executor
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 2.0
+"""Between two tries to publish a shard for which the disk has no room."""
 INBOX_KINDS: tuple[type[Message], ...] = (
     Assign, AssignEvaluation, Cancel, Flush, PrepareWeights, Phase, Wake, StopRollout,
 )  # fmt: skip
@@ -53,6 +58,8 @@ class GroupWriter(Protocol):
     def add(self, group: Group) -> None: ...
     def flush(self) -> Published | None: ...
     def due(self) -> bool: ...
+    @property
+    def num_groups(self) -> int: ...
 
 
 class WeightSource(Protocol):
@@ -95,6 +102,10 @@ class RolloutLoop:
         self.executor: Executor | None = None
         self.is_paused = False
         self.is_asleep = False
+        self.is_refused = False
+        """The disk had no room for the open shard."""
+        self.not_before = 0.0
+        """When to try to publish again (monotonic seconds)."""
 
     # Called by the executor on its own thread: cheap, no I/O.
 
@@ -115,15 +126,17 @@ class RolloutLoop:
             try:
                 _, message = self.parts.inbox.get(timeout=0.5)
             except queue.Empty:
-                if self.parts.writer.due():
-                    self.publish()
+                self.publish_if_due()
                 continue
             if isinstance(message, StopRollout):
                 executor.stop()
                 return message.reason
             self.handle(message)
-            if self.parts.writer.due():
-                self.publish()
+            self.publish_if_due()
+
+    def publish_if_due(self) -> None:
+        if self.is_refused or self.parts.writer.due():
+            self.publish()
 
     def handle(self, message: Message | GroupDone) -> None:
         assert self.executor is not None
@@ -162,8 +175,21 @@ class RolloutLoop:
         self.parts.post.send(self.parts.head, Finished(group.number, group.try_number))
 
     def publish(self) -> None:
+        """Publishes the open shard. Without room on the disk its groups are kept, the head is told, and it is tried
+        again every few seconds: what is open stays bounded, since the head admits nothing meanwhile."""
+        if time.monotonic() < self.not_before:
+            return
         self.parts.set_phase("publishing a shard")
-        notice = self.parts.writer.flush()
+        try:
+            notice = self.parts.writer.flush()
+        except OSError as error:
+            if error.errno not in (*files.FULL, errno.ESTALE):
+                raise
+            logger.error("%s; tried again in %.0f s", error, RETRY_SECONDS)
+            self.not_before, self.is_refused = time.monotonic() + RETRY_SECONDS, True
+            self.parts.post.send(self.parts.head, DiskRefused(str(error), self.parts.writer.num_groups))
+            return
+        self.is_refused = False
         if notice is not None:
             self.parts.post.send(self.parts.head, notice)
 

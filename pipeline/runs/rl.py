@@ -89,7 +89,7 @@ def run(
     world.serve(crew.done)
     if prepared.pool is not None:
         prepared.pool.close()
-    return REQUEUE if "signal" in outcomes else DONE
+    return REQUEUE if "stopped" in outcomes else DONE
 
 
 class Crew:

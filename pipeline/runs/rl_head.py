@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 
 from pekoe.pipeline.algorithm.normalise import normalise_rewards
 from pekoe.pipeline.algorithm.rewards import shape_rewards
 from pekoe.pipeline.batch.plan import plan_batch
-from pekoe.pipeline.control.controller import INBOX_KINDS, Controller, ControllerParts
-from pekoe.pipeline.control.dispatcher import Dispatcher, Loss, Losses
-from pekoe.pipeline.control.step import Assignment, StepRows
+from pekoe.pipeline.control.controller import INBOX_KINDS, Controller
+from pekoe.pipeline.control.dispatcher import Dispatcher
+from pekoe.pipeline.control.parts import ControllerParts
+from pekoe.pipeline.control.step import Assignment
 from pekoe.pipeline.control.step_report import StepReport
+from pekoe.pipeline.control.stop_watch import StopWatch
 from pekoe.pipeline.control.weight_update import WeightUpdates
 from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.progress import Progress
 from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.records import Float64, Int64, UInt8
-from pekoe.pipeline.runs.context import RunContext
+from pekoe.pipeline.runs.bookkeeping import Bookkeeping, Deleted, Kept, Trash
+from pekoe.pipeline.runs.context import HEAD, RunContext
+from pekoe.pipeline.runs.disk_estimate import log_estimate
 from pekoe.pipeline.runs.resume import Past, training_cursor
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
-from pekoe.pipeline.trajectory.ledger import Entry, Ledger
+from pekoe.pipeline.trajectory.ledger import Ledger
 from pekoe.pipeline.trajectory.store import Store
 from pekoe.pipeline.weights.transport import WeightSender
 
 logger = logging.getLogger(__name__)
+
+TIDY_SECONDS = 60.0
+"""At the end, for removing or archiving what the last checkpoint covers."""
 
 
 def lead(
@@ -49,12 +57,26 @@ def lead(
         dispatcher.restore(past.state, version)
     if world.attempt > 0:
         dispatcher.offer(past.notices, version)
-    ledger = Ledger(run)
     metrics = MetricsWriter(run, world.attempt, tensorboard=config.stats_logger.tensorboard)
     context.add_gauges("control", dispatcher.gauges)
     progress = Progress(config.stats_logger.progress)
     validation = context.data.validation
-    account = Account(ledger, store, checkpoints, dispatcher, config.rollout.keep_trajectories != "none")
+    books = Bookkeeping(
+        Ledger(run),
+        checkpoints,
+        spent_shards(context, store),
+        dispatcher.take_idle_shards,
+        lambda message: inbox.put((HEAD, message)),
+        len(context.ranks.trainer_ranks),
+    )
+    world.start("bookkeeping", books.run)
+    log_estimate(
+        run,
+        config,
+        num_trainers=len(context.ranks.trainer_ranks),
+        num_rollouts=len(context.ranks.rollout_ranks),
+        num_steps=context.num_steps,
+    )
 
     controller = Controller(
         config,
@@ -67,6 +89,7 @@ def lead(
             dispatcher=dispatcher,
             weights=WeightUpdates(
                 world.post,
+                config.weights,
                 context.ranks.trainer_ranks,
                 context.ranks.rollout_ranks,
                 sender.open_epoch,
@@ -76,15 +99,20 @@ def lead(
             score=lambda rewards, groups, samples, truncated: score_rows(context, rewards, groups, samples, truncated),
             plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
             num_validation=0 if validation is None else len(validation),
-            record_step=account.record_step,
-            record_end=account.record_end,
+            record_step=books.record_step,
+            record_end=books.record_end,
             done_before=past.done,
             quarantine=lambda shard, reason: _quarantine(store, shard, reason),
-            begin_checkpoint=checkpoints.begin,
-            commit_checkpoint=account.commit_checkpoint,
-            abandon_checkpoint=checkpoints.abandon,
+            checkpoints=books,
             report=StepReport(metrics.write, progress.update),
-            stop_requested=world.stop_requested.is_set,
+            stop=StopWatch(
+                world.stop_requested.is_set,
+                lambda: None if world.ends_at is None else world.ends_at - time.time(),
+                config.cluster.grace_seconds,
+                past.state.get("save_seconds"),
+            ),
+            peer_failed=world.peer_failed,
+            stacks_of=world.stacks_of,
             set_phase=context.phase_of("controller"),
         ),
         context.num_steps,
@@ -92,6 +120,7 @@ def lead(
     )
     try:
         controller.run()
+        books.close(TIDY_SECONDS)
     finally:
         progress.close()
         metrics.close()
@@ -101,37 +130,15 @@ def lead(
         logger.exception("the report could not be made; the run itself has ended well (pekoe report %s)", run.path)
 
 
-class Account:
-    """Keeps the ledger, and collects shards when a checkpoint covers what they held."""
-
-    def __init__(
-        self, ledger: Ledger, store: Store, checkpoints: Checkpoints, dispatcher: Dispatcher, keep_shards: bool
-    ) -> None:
-        self._ledger, self._store, self._checkpoints, self._dispatcher = ledger, store, checkpoints, dispatcher
-        self._keep_shards = keep_shards
-        self._spent: set[str] = set()
-
-    def record_step(self, version: int, rows: StepRows, losses: Losses) -> None:
-        """Durable before anything relies on it."""
-        consumed = [
-            Entry(group.number, group.try_number, group.shard, tuple(row.row for row in group.rows))
-            for group in rows.groups
-        ]
-        self._ledger.record(
-            version, consumed=consumed, filtered=_entries(losses.filtered), skipped=_entries(losses.skipped)
-        )
-
-    def record_end(self, version: int, losses: Losses) -> None:
-        self._ledger.record_end(version, _entries(losses.filtered), _entries(losses.skipped))
-
-    def commit_checkpoint(self, version: int) -> None:
-        """Complete or nothing; then the shards that nobody needs any more are deleted."""
-        self._checkpoints.commit(version)
-        self._checkpoints.prune()
-        self._spent |= self._dispatcher.take_idle_shards()
-        if not self._keep_shards:
-            self._store.collect(sorted(self._spent))
-            self._spent.clear()
+def spent_shards(context: RunContext, store: Store) -> Trash:
+    """What `rollout.keep_trajectories` says of shards that a checkpoint covers."""
+    match context.config.rollout.keep_trajectories:
+        case "archive":
+            return Kept()
+        case "shards":
+            return Kept()
+        case _:
+            return Deleted(store)
 
 
 def score_rows(
@@ -158,10 +165,6 @@ def plan_rows(context: RunContext, lengths: Int64, groups: Int64) -> Assignment:
         actor.ppo_n_minibatches,
         actor.mb_spec.granularity,
     )
-
-
-def _entries(losses: list[Loss]) -> list[Entry]:
-    return [Entry(loss.group, loss.try_number, reason=loss.reason) for loss in losses]
 
 
 def _quarantine(store: Store, shard: str, reason: str) -> None:

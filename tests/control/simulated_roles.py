@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from pekoe.pipeline import files
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.control.controller import INBOX_KINDS, Controller, ControllerParts
+from pekoe.pipeline.control.checkpoint_saves import Committed
+from pekoe.pipeline.control.controller import INBOX_KINDS, Controller
 from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
+from pekoe.pipeline.control.parts import ControllerParts
 from pekoe.pipeline.control.step import StepRows
 from pekoe.pipeline.control.step_report import StepReport
+from pekoe.pipeline.control.stop_watch import StopWatch
 from pekoe.pipeline.control.weight_update import WeightUpdates
 from pekoe.pipeline.data.cursor import Cursor
 from pekoe.pipeline.messages import (
@@ -24,6 +28,7 @@ from pekoe.pipeline.messages import (
     AssignEvaluation,
     Cancel,
     Commit,
+    DiskRefused,
     Evaluated,
     Export,
     Exported,
@@ -36,10 +41,12 @@ from pekoe.pipeline.messages import (
     PhaseReached,
     Plan,
     PrepareWeights,
+    Present,
     Published,
     PublishedGroup,
     PublishWeights,
     Rejected,
+    RollCall,
     Row,
     RowsRead,
     Save,
@@ -50,6 +57,7 @@ from pekoe.pipeline.messages import (
     WeightsLoaded,
     WeightsReady,
     WeightsSent,
+    WrittenFile,
 )
 
 
@@ -83,8 +91,41 @@ class Faults:
     load_error: Callable[[PrepareWeights], str] = lambda message: ""
     reject: Callable[[Assign], str] = lambda assign: ""
     hang: Callable[[Assign], bool] = lambda assign: False
+    save: Callable[[World, Save], None] = lambda world, message: world.tell_saved(message)
+    answers_roll_call: bool = True
+    refuse_disk: Callable[[int], str] = lambda rank: ""
+    """Why the shards of a rank find no room just now."""
     check: float = -1.0
     """What the engine says of the check sequence; the trainer says -1."""
+
+
+@dataclass
+class Folder:
+    """Checkpoints in memory: what was begun, complete, given up."""
+
+    begun: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    abandoned: list[int] = field(default_factory=list)
+    tidied: int = 0
+    tell: Callable[[Message], None] = lambda message: None
+    commit_error: Callable[[int], OSError | None] = lambda version: None
+
+    def begin(self, version: int) -> None:
+        self.begun.append(version)
+
+    def commit(self, version: int, written: Sequence[WrittenFile]) -> None:
+        error = self.commit_error(version)
+        if error is None:
+            self.committed.append(version)
+            self.tell(Committed(version))
+        else:
+            self.tell(Committed(version, str(error), files.is_full(error)))
+
+    def tidy(self) -> None:
+        self.tidied += 1
+
+    def abandon(self, version: int) -> None:
+        self.abandoned.append(version)
 
 
 @dataclass
@@ -108,7 +149,10 @@ class World:
         self.consumed: list[tuple[int, list[int]]] = []
         self.losses = Losses()
         self.quarantined: list[str] = []
-        self.committed: list[int] = []
+        self.folder = Folder(tell=lambda message: self.post.control.put((0, message)))
+        self.seconds_left: float | None = None
+        self.peer_failed = False
+        self.phases: list[tuple[str, float | None, tuple[int, ...]]] = []
         self.metrics: list[tuple[int, dict[str, float]]] = []
         self.open: dict[int, list[PublishedGroup]] = defaultdict(list)
         self.engine_version = dict.fromkeys(self.rollout_ranks, 0)
@@ -121,6 +165,7 @@ class World:
         dispatcher = Dispatcher(self.config, self.post, self.cursor, self.rollout_ranks, self.num_steps)
         weights = WeightUpdates(
             self.post,
+            self.config.weights,
             [0],
             self.rollout_ranks,
             lambda epoch, members: "here",
@@ -134,10 +179,10 @@ class World:
             plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
             record_step=self._record, record_end=self._record_end, done_before=frozenset(),
             quarantine=lambda shard, reason: self.quarantined.append(shard),
-            begin_checkpoint=lambda step: None, commit_checkpoint=self.committed.append,
-            abandon_checkpoint=lambda step: None,
+            checkpoints=self.folder,
             report=StepReport(lambda step, values: self.metrics.append((step, dict(values))), lambda state: None),
-            stop_requested=self.stop.is_set, set_phase=lambda phase: None,
+            stop=StopWatch(self.stop.is_set, lambda: self.seconds_left, 60.0), peer_failed=lambda: self.peer_failed,
+            stacks_of=lambda ranks: {rank: f"stacks of rank {rank}" for rank in ranks}, set_phase=self._set_phase,
         )  # fmt: skip
         return Controller(self.config, parts, self.num_steps, version)
 
@@ -152,6 +197,10 @@ class World:
             thread.start()
         return controller.run()
 
+    def _set_phase(self, phase: str, *, limit: float | None = None, on: Sequence[int] = ()) -> None:
+        if not self.phases or self.phases[-1][0] != phase:
+            self.phases.append((phase, limit, tuple(on)))
+
     def _record(self, version: int, rows: StepRows, losses: Losses) -> None:
         self.consumed.append((version, [group.number for group in rows.groups]))
         self.losses.filtered += losses.filtered
@@ -160,6 +209,9 @@ class World:
     def _record_end(self, version: int, losses: Losses) -> None:
         self.losses.filtered += losses.filtered
         self.losses.skipped += losses.skipped
+
+    def tell_saved(self, message: Save, error: str = "", disk_is_full: bool = False) -> None:
+        self._tell(0, Saved(message.version, 0.0, error=error, disk_is_full=disk_is_full))
 
     def _tell(self, rank: int, message: Message) -> None:
         self.post.send_from(rank, 0, message)
@@ -178,7 +230,10 @@ class World:
                 case PublishWeights():
                     self._tell(0, WeightsSent(message.version, 0.0, (-1.0,)))
                 case Save():
-                    self._tell(0, Saved(message.version, 0.0))
+                    self.faults.save(self, message)
+                case RollCall():
+                    if self.faults.answers_roll_call:
+                        self._tell(0, Present(message.number))
                 case Export():
                     self._tell(0, Exported(message.version, message.path))
                 case StopTrainer():
@@ -233,6 +288,10 @@ class World:
 
     def _publish(self, rank: int) -> None:
         if not self.open[rank]:
+            return
+        if reason := self.faults.refuse_disk(rank):
+            self._tell(rank, DiskRefused(reason, len(self.open[rank])))
+            threading.Timer(0.05, self._publish, (rank,)).start()
             return
         with self.lock:
             self.num_shards += 1

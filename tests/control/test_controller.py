@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.control.controller import NoProgress
 from pekoe.pipeline.control.dispatcher import Dispatcher, RolloutFailure
+from pekoe.pipeline.control.pump import NoProgress
 from pekoe.pipeline.control.weight_update import WeightUpdateError
 from pekoe.pipeline.data.cursor import Cursor
 from pekoe.pipeline.messages import Finished, Plan, Published, PublishedGroup, Row, Wake
@@ -46,7 +46,7 @@ def test_every_group_is_consumed_once_and_the_last_batch_may_be_short(eta: int |
     assert world.run() == "finished"
     assert sorted(consumed(world)) == list(range(20))
     assert [len(numbers) for _, numbers in world.consumed] == [3] * 6 + [2]
-    assert world.committed == [2, 4, 6, 7]
+    assert world.folder.committed == [2, 4, 6, 7]
     assert [step for step, values in world.metrics if "eval/accuracy" in values][-1] == 7
     assert world.post.sent["Export"] == 2
     assert world.post.sent["StopRollout"] == len(world.rollout_ranks)
@@ -136,11 +136,11 @@ def test_a_stop_while_waiting_saves_and_drops_nothing_that_was_trained() -> None
     world = World(config(), 40, 10, faults=Faults(hang=lambda a: a.group > 14))
     threading.Timer(1.0, world.stop.set).start()
     began = time.monotonic()
-    assert world.run() == "signal"
+    assert world.run() == "stopped"
     assert time.monotonic() - began < 10
     steps = len(world.consumed)
     assert 0 < steps < 10
-    assert world.committed[-1] == steps
+    assert world.folder.committed[-1] == steps
     assert world.post.sent["StopTrainer"] == 1
 
 
@@ -155,7 +155,7 @@ def test_a_run_from_a_snapshot_consumes_the_rest_only() -> None:
     first = World(config(), 24, 3)
     controller = first.build()
     assert first.run() == "finished"
-    state = {**controller.parts.dispatcher.state(), "cursor": first.cursor.state()}
+    state = controller.parts.dispatcher.state()
     second = World(config(), 24, 8, seed=3)
     second.cursor.restore(state["cursor"])
     dispatcher = second.build(3).parts.dispatcher
@@ -200,18 +200,3 @@ def test_a_late_group_is_dropped_once_and_gets_its_time_again() -> None:
         dispatcher.admit_all()
     assert dispatcher.counts["dropped"] == 2
     assert {group.try_number for group in dispatcher.table.groups.values()} == {1}
-
-
-def published(number: int, version: int) -> Published:
-    return Published(f"s{number}", (PublishedGroup(number, 0, (Row(0, 0, 5, 3, 1.0, version, version, False),)),))
-
-
-def test_a_resume_with_smaller_limits_adopts_what_can_still_be_used_in_time() -> None:
-    made = config(eta=1, batch=2)
-    dispatcher = Dispatcher(made, Loopback(2), Cursor(40, 1, True, 1), [1], 20)
-    dispatcher.restore({"tries": {}, "counts": {}, "losses": {"filtered": [], "skipped": []}}, 10)
-    kept = dispatcher.adopt([published(20 + n, 9) for n in range(4)], 10)
-    assert len(kept) == 2
-    chosen = dispatcher.table.choose(10)
-    assert chosen is not None
-    assert len(chosen) == 2

@@ -17,6 +17,7 @@ from typing import Any
 from pekoe.launch.postoffice import PostOffice
 from pekoe.launch.world import World
 from pekoe.pipeline.control.controller import Controller
+from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.data.jsonl_dataset import JsonlDataset
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
@@ -125,14 +126,17 @@ def hang(where: str) -> None:
 def wait_for_stop(reason: str) -> None:
     """In the controller's wait for `reason`: leaves a mark, then goes on when the signal has come."""
 
-    def action(controller: Controller, until: object, why: str, limit: object = None) -> None:
+    running: list[Controller] = []
+
+    def action(pump: Pump, until: object, why: str, *limits: object, **named: object) -> None:
         if why == reason and leave_mark(f"waits {os.environ['FAULT_NUMBER']}"):
             deadline = time.monotonic() + 30
-            while not controller.parts.stop_requested() and time.monotonic() < deadline:
+            while not running[0].parts.stop.requested() and time.monotonic() < deadline:
                 time.sleep(0.005)
             time.sleep(0.1)
 
-    before(Controller, "wait", action)
+    before(Controller, "run", running.append)
+    before(Pump, "wait", action)
 
 
 def wait_for_stop_with_slow_evaluation(reason: str) -> None:
@@ -158,7 +162,7 @@ def hold_with_ready_groups(count: str) -> None:
         ready, deadline = controller.parts.dispatcher.table.ready, time.monotonic() + 30
         while len(ready) < int(count) and time.monotonic() < deadline:
             controller.parts.dispatcher.admit_all()
-            controller._pump(0.05)
+            controller.pump.turn(0.05)
         leave_mark("ready", json.dumps({str(group.number): group.shard for group in ready.values()}))
         time.sleep(60)
 

@@ -193,7 +193,7 @@ STOPS = [
     Stop("roles to start", 0),
     Stop("the batch of version 1", 1),
     Stop("weights of version 2 to arrive", 2),
-    Stop("the checkpoint", 3),
+    Stop("the checkpoint of version 3", 3, "recover.asynchronous=false"),
     Stop("the training step", 4),
     Stop("trainer ranks to read rows", 4),
     Stop("the evaluation of version 6", 6),
