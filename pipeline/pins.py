@@ -11,7 +11,6 @@ folder.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -58,15 +57,15 @@ class Pins:
             if content != before:
                 since = time.monotonic()
                 self._seen[path.name] = (content, since)
-            if time.monotonic() - since <= self._patience:
-                versions.add(int(json.loads(content)["version"]))
+            if time.monotonic() - since <= self._patience and (version := _version(content)) is not None:
+                versions.add(version)
         return versions
 
     def remove_unless_pinned(self, version: int, folder: Path) -> bool:
         """True when the version is gone."""
         if version in self.pinned():
             return False
-        away = folder.with_name(f"{folder.name}.{os.getpid()}{files.DISCARDED}")
+        away = files.discarded_name(folder)
         try:
             files.disk.rename(folder, away)
         except FileNotFoundError:
@@ -76,3 +75,11 @@ class Pins:
             return False
         files.disk.remove_tree(away)
         return True
+
+
+def _version(content: bytes) -> int | None:
+    """None for a file that no reader has written like this: it pins nothing."""
+    try:
+        return int(json.loads(content)["version"])
+    except (ValueError, KeyError, TypeError):
+        return None

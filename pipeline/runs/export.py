@@ -10,21 +10,27 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.registry import TRAIN_ENGINES, resolve
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.train.checkpoint import ENGINE
+from pekoe.pipeline.train.checkpoint_reader import pinned_checkpoint
 from pekoe.pipeline.train.engine import TrainEngine
 
 
 def export(run: RunDirectory, config: RunConfig, engine_name: str, out: Path, step: int | None = None) -> Path:
-    """Writes the newest (or the named) complete checkpoint of a run to `out`. ValueError when there is none such."""
+    """Writes the newest (or the named) complete checkpoint of a run to `out`. ValueError when there is none such.
+
+    The run may be going on: the checkpoint is pinned while it is read.
+    """
+    if out.exists():
+        raise ValueError(f"{out}: exists already; allowed: a name that is free")
+    with pinned_checkpoint(run, step) as (_, folder):
+        _export(config, engine_name, folder, out)
+    return out
+
+
+def _export(config: RunConfig, engine_name: str, folder: Path, out: Path) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    checkpoints = Checkpoints(run, keep=config.recover.keep)
-    found = checkpoints.latest() if step is None else (step, checkpoints.complete(step))
-    if found is None:
-        raise ValueError(f"{run.path}: no complete checkpoint; allowed: a run that has saved one (recover.freq_steps)")
-    if out.exists():
-        raise ValueError(f"{out}: exists already; allowed: a name that is free")
     device = choose(config.cluster.device)
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
     dist.init_process_group(device.process_group_backend, store=store, rank=0, world_size=1)
@@ -36,8 +42,7 @@ def export(run: RunDirectory, config: RunConfig, engine_name: str, out: Path, st
         total_steps=1,
         seed=config.seed,
     )
-    engine.load(found[1] / "engine")
+    engine.load(folder / ENGINE)
     engine.export_hf(out)
     engine.close()
     dist.destroy_process_group()
-    return out
