@@ -47,6 +47,10 @@ class Disk:
         """An empty file, open for writing; what stood there is gone."""
         return open(path, "wb", buffering=0)
 
+    def append(self, path: Path) -> BinaryIO:
+        """A file open for writing at its end, made if it is not there."""
+        return open(path, "ab", buffering=0)
+
     def write(self, file: BinaryIO, data: Any) -> None:
         """All of `data`."""
         view = memoryview(data).cast("B")

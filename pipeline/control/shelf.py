@@ -28,8 +28,8 @@ class Shelf:
     def put(
         self, notices: Iterable[Published], version: int, tries: Mapping[int, int], is_closed: Callable[[int], bool]
     ) -> None:
-        """The first copy of a group counts. Left out are groups that have ended, those of an earlier try than the one in
-        `tries`, those that do not fit (smaller limits than before), and those too old for the step at `version`."""
+        """The first copy of a group counts. Left out are groups that have ended, those of an earlier try than `tries`
+        says, those that do not fit (smaller limits than before), and those too old for the step at `version`."""
         for notice in notices:
             for published in notice.groups:
                 number = published.group

@@ -33,8 +33,8 @@ def epoch_order(num_examples: int, seed: int, epoch: int, shuffle: bool) -> Int6
 class Cursor:
     """Exactly-once order over `epochs` passes (None: without end). Owned by the head's control loop; not thread-safe.
 
-    A group closed as `skipped` puts its example on a skip list: later epochs pass over it without admitting it. What was
-    admitted before its example came onto the list ends like any other group, also after a resume.
+    A group closed as `skipped` puts its example on a skip list: later epochs pass over it without admitting it. What
+    was admitted before its example came onto the list ends like any other group, also after a resume.
     """
 
     def __init__(self, num_examples: int, seed: int, shuffle: bool = True, epochs: int | None = 1) -> None:

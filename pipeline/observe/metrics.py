@@ -8,9 +8,11 @@ that every line is standard JSON; a figure that does not exist is left out, neve
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pekoe.pipeline import files
+from pekoe.pipeline.observe.append_file import AppendFile
 from pekoe.pipeline.run_directory import RunDirectory
 
 RESERVED = ("step", "time", "attempt")
@@ -47,20 +50,16 @@ def event_files(run: RunDirectory) -> list[Path]:
 class MetricsWriter:
     """Appends figures; owned by the head, safe to call from any thread.
 
-    Lines reach the operating system before `write` returns; TensorBoard events within `flush_seconds` or at `close`.
-    Raises ValueError for reserved or non-numeric values, OSError when the disk refuses.
+    Lines and events reach the operating system before `write` returns. A full disk ends nothing: they wait in memory
+    (see `AppendFile`). Raises ValueError for reserved or non-numeric values, OSError when the disk refuses otherwise.
     """
 
-    def __init__(
-        self, run: RunDirectory, attempt: int, *, tensorboard: bool = True, flush_seconds: float = 5.0
-    ) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, *, tensorboard: bool = True) -> None:
         self._run = run
         self._attempt = attempt
         self._tensorboard = tensorboard
-        self._flush_seconds = flush_seconds
-        self._flushed = time.monotonic()
         self._lock = threading.Lock()
-        self._descriptor = -1
+        self._lines: AppendFile | None = None
         self._events: EventWriter | None = None
 
     def __enter__(self) -> MetricsWriter:
@@ -73,23 +72,20 @@ class MetricsWriter:
         """Appends the figures of a step; None is left out. Several writes of one step add up, later ones win."""
         line = MetricsLine(step, time.time() if wall is None else wall, self._attempt, _numbers(values))
         with self._lock:
-            if self._descriptor < 0:
-                self._descriptor = _open_for_append(metrics_path(self._run))
-            _write_all(self._descriptor, _encode(line))
+            if self._lines is None:
+                self._lines = AppendFile(metrics_path(self._run), line_end=b"\n")
+            self._lines.append(_encode(line))
             if self._tensorboard:
                 if self._events is None:
                     self._events = EventWriter(self._run.metrics)
                 self._events.add(line)
-                if time.monotonic() - self._flushed > self._flush_seconds:
-                    self._events.flush()
-                    self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Flushes everything; a later write opens again."""
+        """Writes what still waits, if there is room; a later write opens again."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            if self._lines is not None:
+                self._lines.close()
+                self._lines = None
             if self._events is not None:
                 self._events.close()
                 self._events = None
@@ -97,7 +93,8 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> int:
         """For resume at `step`: takes later lines out of the files and puts them aside; gives how many there were.
 
-        TensorBoard's files cannot be cut, so they are put aside whole and made again from the lines that stay.
+        TensorBoard's files cannot be cut, so they are put aside whole and made again from the lines that stay. The
+        lines are cut last: after a crash on the way all of it is done again.
         """
         self.close()
         with self._lock:
@@ -106,38 +103,59 @@ class MetricsWriter:
             if not later:
                 return 0
             reason = f"the run went on from step {step}"
-            abandoned = metrics_path(self._run).with_name(f"after-step-{step}.jsonl")
-            files.write_bytes(abandoned, b"".join(_encode(line) for line in later))
-            self._run.put_aside(abandoned, reason)
             stay = [line for line in lines if line.step <= step]
-            files.write_bytes(metrics_path(self._run), b"".join(_encode(line) for line in stay))
             for path in event_files(self._run):
                 self._run.put_aside(path, reason)
             if self._tensorboard and stay:
                 self._events = EventWriter(self._run.metrics)
                 for line in stay:
                     self._events.add(line)
-                self._events.flush()
+            abandoned = metrics_path(self._run).with_name(f"after-step-{step}.jsonl")
+            files.write_bytes(abandoned, b"".join(_encode(line) for line in later))
+            self._run.put_aside(abandoned, reason)
+            files.write_bytes(metrics_path(self._run), b"".join(_encode(line) for line in stay))
             return len(later)
 
 
 class EventWriter:
-    """TensorBoard scalars by TensorBoard's own writer, which needs neither torch nor TensorFlow."""
+    """TensorBoard scalars, in a new file of its format. Its own writer is not used: that one has a thread of its own,
+    in which an error would end the run."""
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-        self._writer = Writer(str(folder))
+        now = time.time()
+        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        opening = Event(wall_time=now, file_version="brain.Event:2").SerializeToString()
+        self._file = AppendFile(folder / name, _as_record(opening))
 
     def add(self, line: MetricsLine) -> None:
-        for name, value in line.values.items():
-            self._writer.add_scalar(name, value, line.step, wall_time=line.time)
-
-    def flush(self) -> None:
-        self._writer.flush()
+        self._file.append(b"".join(_scalar(name, value, line) for name, value in line.values.items()))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+
+def _scalar(name: str, value: float, line: MetricsLine) -> bytes:
+    """One figure as TensorBoard's record."""
+    import numpy as np
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+    from tensorboard.plugins.scalar.metadata import create_summary_metadata  # type: ignore[import-untyped]
+    from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-untyped]
+
+    tensor = make_tensor_proto(np.float32(value))
+    point = Summary.Value(tag=name, tensor=tensor, metadata=create_summary_metadata(None, None))
+    event = Event(wall_time=line.time, step=line.step, summary=Summary(value=[point]))
+    return _as_record(event.SerializeToString())
+
+
+def _as_record(data: bytes) -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(data)
+    return buffer.getvalue()
 
 
 def read_metrics(run: RunDirectory) -> list[MetricsLine]:
@@ -184,18 +202,3 @@ def _decode(text: bytes) -> MetricsLine | None:
         return MetricsLine(int(step), float(wall), int(attempt), {name: float(value) for name, value in record.items()})
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _open_for_append(path: Path) -> int:
-    """Opens the file at its end; a line torn by a crash is ended first, so that it spoils no other one."""
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-    return descriptor
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

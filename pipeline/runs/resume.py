@@ -1,4 +1,4 @@
-"""The way back: what an interrupted attempt left beyond the start point of this one is set aside, the rest is handed on.
+"""The way back: what earlier attempts left beyond the start point of this one is set aside, the rest is handed on.
 
     head, before any role of this attempt starts     ledger read ─► later records, metrics, exports, weights, archives,
                                                      evaluations and shards set aside ─► Past

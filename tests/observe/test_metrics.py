@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
+from pekoe.pipeline import files
+from pekoe.pipeline.observe.append_file import MAX_WAITING
 from pekoe.pipeline.observe.metrics import MetricsWriter, event_files, metrics_path, read_metrics, series
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -133,6 +138,97 @@ def test_resume_with_nothing_later_touches_nothing(run: RunDirectory) -> None:
     with MetricsWriter(run, 1) as writer:
         assert writer.truncate_after(1) == 0
     assert [path.read_bytes() for path in (metrics_path(run), *event_files(run))] == before
+
+
+class SmallDisk(files.Disk):
+    """Takes `room` bytes more, then as much of a write as fits, then nothing."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, file: BinaryIO, data: Any) -> None:
+        fits = memoryview(data).cast("B")[: max(0, self.room)]
+        super().write(file, fits)
+        self.room -= len(fits)
+        if len(fits) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("room", [0, 1, 20, 300, 700])
+def test_a_full_disk_ends_nothing_and_no_line_is_lost(
+    room: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SmallDisk(room)
+    monkeypatch.setattr(files, "disk", disk)
+    with MetricsWriter(run, 0) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"reward/mean": step / 8})
+        there = [line.step for line in read_metrics(run)]
+        assert there == list(range(1, len(there) + 1))
+        assert len(there) < 5 or len(scalars_of(run, "reward/mean")) < 5
+        assert not metrics_path(run).exists() or metrics_path(run).read_bytes()[-1:] in (b"", b"\n")
+        told = [record for record in caplog.records if "NO ROOM" in record.message]
+        assert 1 <= len(told) <= 2, "once for each file"
+        disk.room = 1 << 20
+        writer.write(6, {"reward/mean": 0.75})
+    assert series(read_metrics(run), "reward/mean") == ([1, 2, 3, 4, 5, 6], [step / 8 for step in range(1, 7)])
+    assert scalars_of(run, "reward/mean") == [(step, step / 8) for step in range(1, 7)]
+
+
+def test_what_waits_for_room_is_bounded_and_the_oldest_goes_first(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SmallDisk(0)
+    monkeypatch.setattr(files, "disk", disk)
+    with MetricsWriter(run, 0, tensorboard=False) as writer:
+        for step in range(MAX_WAITING + 5):
+            writer.write(step, {"a": 1.0})
+        disk.room = 1 << 30
+        writer.write(MAX_WAITING + 5, {"a": 1.0})
+    assert [line.step for line in read_metrics(run)] == list(range(5, MAX_WAITING + 6))
+    assert "5 lines were lost" in caplog.text
+
+
+def test_another_refusal_of_the_disk_is_an_error(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(files.Disk):
+        def write(self, file: BinaryIO, data: Any) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "disk", Broken())
+    with pytest.raises(OSError, match="Input/output"):
+        MetricsWriter(run, 0, tensorboard=False).write(1, {"a": 1.0})
+
+
+@pytest.mark.parametrize("moves", range(6))
+def test_a_crash_while_the_future_is_set_aside_is_made_good(
+    moves: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any number of renames nothing happens any more; then the next attempt does all of it."""
+
+    class Crash(BaseException):
+        pass
+
+    class Dying(files.Disk):
+        left = moves
+
+        def rename(self, old: Path, new: Path) -> None:
+            if self.left == 0:
+                raise Crash
+            self.left -= 1
+            super().rename(old, new)
+
+    with MetricsWriter(run, 0) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"reward/mean": step / 8})
+    monkeypatch.setattr(files, "disk", Dying())
+    with pytest.raises(Crash), MetricsWriter(run, 1) as writer:
+        writer.truncate_after(3)
+    monkeypatch.undo()
+    with MetricsWriter(run, 2) as writer:
+        writer.truncate_after(3)
+        writer.write(4, {"reward/mean": 0.75})
+    assert [(line.step, line.attempt) for line in read_metrics(run)] == [(1, 0), (2, 0), (3, 0), (4, 2)]
+    assert scalars_of(run, "reward/mean") == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.75)]
 
 
 def test_writing_metrics_imports_no_torch(run: RunDirectory) -> None:
