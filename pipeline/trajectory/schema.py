@@ -2,21 +2,23 @@
 
 Legend: M tokens of all sequences laid end to end, N sequences. Token arrays are aligned: index t speaks of token t.
 All numeric datasets are contiguous and unfiltered: a row is one short read whatever the lengths, there is no chunk
-cache to miss, and the checksums come from the seal around the file (`sealed_file.py`).
+cache to miss, and the checksums come from the seal around the file (`sealed_file.py`). Soundness is checked column by
+column, for all rows at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from pekoe.pipeline.messages import PublishedGroup, Row
-from pekoe.pipeline.records import Finish, Group, Trajectory
+from pekoe.pipeline.records import Finish, Group, Int64, Trajectory
 
 SCHEMA_VERSION = 1
 LOGPROB_CONVENTION = "token-aligned, at the sampling temperature, full vocabulary"
@@ -44,6 +46,15 @@ SEQUENCE_COLUMNS: dict[str, type[np.generic]] = {
 
 TEXT_COLUMNS = ("example", "info")
 
+HIGHEST_LOGPROB = 1e-4
+FINISHES = {int(finish): finish for finish in Finish}
+CHECKED_TOKENS = 1 << 17
+"""Tokens whose columns are laid end to end to be checked: they stay in the processor's cache."""
+Column = npt.NDArray[Any]
+Columns = dict[str, Column]
+_decode_json = json.JSONDecoder().decode
+_encode_json = json.JSONEncoder(default=str, ensure_ascii=False).encode
+
 
 @dataclass(frozen=True)
 class ShardAttributes:
@@ -63,18 +74,67 @@ def rows_of(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
     return [(group, trajectory) for group in groups for trajectory in group.trajectories]
 
 
-def token_arrays(groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
-    """Columns of /tokens, each [M]; raises ValueError for a trajectory that is not sound."""
-    trajectories = [trajectory for _, trajectory in rows_of(groups)]
+def slices_of(offsets: Int64, limit: int) -> Iterator[tuple[int, int]]:
+    """All rows in ranges (first, end) of at most `limit` tokens, or of one row that has more."""
+    first, num_rows = 0, len(offsets) - 1
+    while first < num_rows:
+        end = max(first + 1, int(np.searchsorted(offsets, offsets[first] + limit, "right")) - 1)
+        yield first, end
+        first = end
+
+
+def token_column(name: str, trajectories: Sequence[Trajectory], offsets: Int64, limit: int) -> Iterator[Column]:
+    """A column of /tokens piece by piece; each piece is valid until the next is asked for.
+
+    Pieces of about a megabyte stay in the processor's cache until they are hashed and handed to the kernel.
+    """
+    field, dtype = TOKEN_COLUMNS[name]
+    room: Column = np.empty(limit, dtype)
+    for first, end in slices_of(offsets, limit):
+        arrays = [getattr(trajectory, field) for trajectory in trajectories[first:end]]
+        size = int(offsets[end] - offsets[first])
+        out = room[:size] if size <= limit else np.empty(size, dtype)
+        yield np.concatenate(arrays, out=out, casting="unsafe")
+
+
+def checked_rows(trajectories: Sequence[Trajectory], numbers: Columns) -> list[Row]:
+    """What the head is told of the rows; raises ValueError for the first trajectory that is not sound.
+
+    `numbers` are the numeric columns of /sequences.
+    """
+    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    for field, _ in TOKEN_COLUMNS.values():
+        if [len(getattr(trajectory, field)) for trajectory in trajectories] != lengths:
+            _raise_first(trajectories)
+    rows: list[Row] = []
+    for first, end in slices_of(numbers["offset"], CHECKED_TOKENS):
+        part = trajectories[first:end]
+        tokens = {
+            name: np.concatenate(
+                [getattr(t, TOKEN_COLUMNS[name][0]) for t in part], dtype=TOKEN_COLUMNS[name][1], casting="unsafe"
+            )
+            for name in ("loss_mask", "logprob", "version")
+        }
+        offsets, inside = _range_of(numbers, first, end)
+        if not rows_are_sound(tokens, offsets, inside):
+            _raise_first(part)
+        rows += notice_rows(tokens, offsets, inside, first)
+    return rows
+
+
+def _range_of(numbers: Columns, first: int, end: int) -> tuple[Int64, Columns]:
+    """Offsets counted from the first token of row `first`, and the numbers, of rows first..end-1."""
+    offsets = numbers["offset"][first : end + 1]
+    return offsets - offsets[0], {name: numbers[name][first:end] for name in SEQUENCE_COLUMNS}
+
+
+def _raise_first(trajectories: Sequence[Trajectory]) -> NoReturn:
     for trajectory in trajectories:
         trajectory.check()
-    return {
-        name: np.concatenate([getattr(t, field) for t in trajectories]).astype(dtype, copy=False)
-        for name, (field, dtype) in TOKEN_COLUMNS.items()
-    }
+    raise ValueError("a trajectory is not sound once its values have the types of the file")
 
 
-def sequence_arrays(groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
+def sequence_arrays(groups: Sequence[Group]) -> Columns:
     """Numeric columns of /sequences, [N] each, and `offset` [N+1]."""
     rows = rows_of(groups)
     values: dict[str, list[Any]] = {
@@ -87,54 +147,105 @@ def sequence_arrays(groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
         "truncated": [t.truncated for _, t in rows],
         "finish": [int(t.finish) for _, t in rows],
     }
-    columns: dict[str, npt.NDArray[Any]] = {n: np.array(values[n], dtype) for n, dtype in SEQUENCE_COLUMNS.items()}
+    columns: Columns = {n: np.array(values[n], dtype) for n, dtype in SEQUENCE_COLUMNS.items()}
     columns["offset"] = np.cumsum([0, *(len(t.tokens) for _, t in rows)], dtype=np.int64)
     return columns
 
 
-def sequence_texts(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Text columns of /sequences, N entries each; `info` is JSON."""
-    rows = rows_of(groups)
+def sequence_texts(groups: Sequence[Group]) -> dict[str, list[bytes]]:
+    """Text columns of /sequences as UTF-8, N entries each; `info` is JSON.
+
+    They are for people: what cannot be written as it is (half a surrogate pair, a NUL, values that JSON refuses) is
+    escaped, for a group must not be lost for its notes.
+    """
     return {
-        "example": [group.example for group, _ in rows],
-        "info": [json.dumps(trajectory.info, default=str, ensure_ascii=False) for _, trajectory in rows],
+        "example": [_utf8(group.example).replace(b"\0", b"\\0") for group in groups for _ in group.trajectories],
+        "info": [_utf8(_json_text(t.info)) for group in groups for t in group.trajectories],
     }
 
 
-def trajectory_of(tokens: dict[str, npt.NDArray[Any]], sequence: dict[str, Any], info: str) -> Trajectory:
-    """One row back from its token slices and its numbers; the reverse of the functions above (rewards as float32)."""
-    return Trajectory(
-        **{field: tokens[name] for name, (field, _) in TOKEN_COLUMNS.items()},
-        prompt_length=int(sequence["prompt_length"]),
-        reward=float(sequence["reward"]),
-        finish=Finish(int(sequence["finish"])),
-        seed=int(sequence["seed"]),
-        sample=int(sequence["sample"]),
-        info=json.loads(info),
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _json_text(info: dict[str, Any]) -> str:
+    if not info:
+        return "{}"
+    try:
+        return _encode_json(info)
+    except (TypeError, ValueError, RecursionError):
+        return _encode_json({"unwritable": repr(info)})
+
+
+def rows_are_sound(tokens: Columns, offsets: Int64, numbers: Columns) -> bool:
+    """What `Trajectory.check` looks at, for many rows at once.
+
+    `tokens` are the columns of these rows only (loss_mask, logprob and version are looked at); `offsets` [rows + 1]
+    count from their first token.
+    """
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    prompts = numbers["prompt_length"]
+    if not ((prompts > 0) & (prompts < lengths)).all() or not np.isfinite(numbers["reward"]).all():
+        return False
+    active = tokens["loss_mask"] != 0
+    versions, logprobs = tokens["version"], tokens["logprob"]
+    return (
+        not active[starts].any()
+        and bool(np.maximum.reduceat(tokens["loss_mask"], starts).all())
+        and bool(logprobs.max() <= HIGHEST_LOGPROB and logprobs.min() > -np.inf)
+        and int(versions.min()) >= -1
+        and np.array_equal(versions >= 0, active)
     )
 
 
-def notice_row(row: int, trajectory: Trajectory) -> Row:
-    """What the head is told of one row; the reward is rounded to float32 as it is stored."""
-    versions = trajectory.versions[trajectory.loss_mask.astype(bool)]
-    return Row(
-        row=row,
-        sample=trajectory.sample,
-        length=len(trajectory.tokens),
-        num_active=len(versions),
-        reward=float(np.float32(trajectory.reward)),
-        min_version=int(versions.min()),
-        max_version=int(versions.max()),
-        truncated=trajectory.truncated,
+def trajectories_of(tokens: Columns, offsets: Int64, numbers: Columns, infos: Sequence[bytes]) -> list[Trajectory]:
+    """Rows back from their columns; raises ValueError for one that is not sound. Rewards are float32.
+
+    Arguments as for `rows_are_sound`, with all columns. The arrays of the rows are parts of the columns, not copies.
+    """
+    ids, masks, logprobs, versions, turns = (tokens[name] for name in TOKEN_COLUMNS)
+    lists = [numbers[name].tolist() for name in ("prompt_length", "reward", "finish", "seed", "sample")]
+    rows = []
+    for (start, end), info, prompt_length, reward, finish, seed, sample in zip(
+        itertools.pairwise(offsets.tolist()), infos, *lists, strict=True
+    ):
+        part = slice(start, end)
+        notes = {} if info == b"{}" else _decode_json(info.decode())
+        arrays = ids[part], masks[part], logprobs[part], versions[part], turns[part]
+        rows.append(Trajectory(*arrays, prompt_length, reward, FINISHES[finish], seed, sample, notes))
+    if not rows_are_sound(tokens, offsets, numbers):
+        _raise_first(rows)
+    return rows
+
+
+def notice_rows(tokens: Columns, offsets: Int64, numbers: Columns, first: int) -> list[Row]:
+    """What the head is told of rows first, first + 1, …, which are sound; rewards as they are stored."""
+    starts, bounds = offsets[:-1], list(itertools.pairwise(offsets.tolist()))
+    active, versions = tokens["loss_mask"] != 0, tokens["version"]
+    columns = (
+        range(first, first + len(starts)),
+        numbers["sample"].tolist(),
+        np.diff(offsets).tolist(),
+        [int(np.count_nonzero(active[start:end])) for start, end in bounds],
+        numbers["reward"].tolist(),
+        # -1, the version of a token that was given, is the highest number without a sign.
+        np.minimum.reduceat(versions.view(np.uint32), starts).tolist(),
+        np.maximum.reduceat(versions, starts).tolist(),
+        (numbers["truncated"] != 0).tolist(),
+    )
+    return [Row(*values) for values in zip(*columns, strict=True)]
+
+
+def gather_rows(rows: Sequence[Row], numbers: Columns) -> tuple[PublishedGroup, ...]:
+    """Neighbouring rows of the same group and try, put together."""
+    keys = list(zip(numbers["group"].tolist(), numbers["try"].tolist(), strict=True))
+    return tuple(
+        PublishedGroup(group=group, try_number=try_number, rows=tuple(row for row, _ in members))
+        for (group, try_number), members in itertools.groupby(zip(rows, keys, strict=True), key=lambda pair: pair[1])
     )
 
 
 def notice_groups(groups: Sequence[Group]) -> tuple[PublishedGroup, ...]:
     """What the head is told of a shard that holds these groups in this order."""
-    notices = []
-    row = 0
-    for group in groups:
-        rows = tuple(notice_row(row + index, trajectory) for index, trajectory in enumerate(group.trajectories))
-        notices.append(PublishedGroup(group=group.number, try_number=group.try_number, rows=rows))
-        row += len(rows)
-    return tuple(notices)
+    numbers = sequence_arrays(groups)
+    return gather_rows(checked_rows([trajectory for _, trajectory in rows_of(groups)], numbers), numbers)

@@ -1,34 +1,35 @@
 """One HDF5 file that holds whole groups: written once, immutable from then on, every byte verified when it is read.
 
-The file is built in memory and reaches the disk through `files.write_bytes` (temporary name, fsync, rename), so HDF5
-never sees a full disk, a lock or a half-written file. Readers never open a file that is still being written.
+HDF5 lays the file out in memory; the columns go from the trajectories to the disk by the operations of `files`
+(temporary name, fsync, rename), so HDF5 never sees a full disk, a lock or a half-written file. Readers never open a
+file that is still being written; they take names, texts and addresses from HDF5, and the columns from where they lie.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pekoe.pipeline import files
-from pekoe.pipeline.messages import PublishedGroup
+from pekoe.pipeline.messages import PublishedGroup, Row
 from pekoe.pipeline.records import Group, Int64, Trajectory
 from pekoe.pipeline.trajectory import schema
+from pekoe.pipeline.trajectory.hdf5_layout import Layout, h5py, lay_out
 from pekoe.pipeline.trajectory.schema import ShardAttributes
-from pekoe.pipeline.trajectory.sealed_file import BrokenSeal, SealedFile, seal
-
-os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
-import h5py  # type: ignore[import-untyped]
+from pekoe.pipeline.trajectory.sealed_file import BrokenSeal, SealedFile, Sealer, publish_sealed
 
 SUFFIX = ".h5"
+SLICE_TOKENS = 1 << 20
+"""Tokens that are looked at together when a whole file is checked: bounds the memory of it."""
+PIECE_TOKENS = 1 << 18
+"""Tokens that go to the disk together."""
 NOT_THERE_YET = (errno.ENOENT, errno.ESTALE)
 
 
@@ -41,36 +42,61 @@ class BadShard(Exception):
         self.reason = reason
 
 
-def write_shard(path: Path, groups: Sequence[Group], attributes: ShardAttributes) -> int:
-    """Publishes groups as one file, durably; gives its size in bytes.
+@dataclass(frozen=True)
+class Written:
+    """A shard that lies on the disk."""
+
+    num_bytes: int
+    groups: tuple[PublishedGroup, ...]
+    """What the head is told of it."""
+
+
+def write_shard(path: Path, groups: Sequence[Group], attributes: ShardAttributes) -> Written:
+    """Publishes groups as one file, durably.
 
     Raises ValueError for an unsound trajectory or when there is none, OSError when the disk refuses (then no file of
     this name exists and the temporary one is removed).
     """
     if not any(group.trajectories for group in groups):
         raise ValueError(f"shard {path}: no trajectory to write")
-    data = encode_shard(groups, attributes)
-    files.write_bytes(path, data)
-    return len(data)
+    pieces, notice = _encode(groups, attributes)
+    return Written(publish_sealed(path, pieces), notice)
 
 
 def encode_shard(groups: Sequence[Group], attributes: ShardAttributes) -> bytes:
     """The bytes of a sealed shard; equal input gives equal bytes."""
     image = io.BytesIO()
-    with h5py.File(image, "w", libver=("earliest", "v110"), locking=False) as file:
-        file.attrs["schema_version"] = schema.SCHEMA_VERSION
-        file.attrs.update(asdict(attributes))
-        tokens = file.create_group("tokens")
-        for name, column in schema.token_arrays(groups).items():
-            tokens.create_dataset(name, data=column)
-        sequences = file.create_group("sequences")
-        for name, column in schema.sequence_arrays(groups).items():
-            sequences.create_dataset(name, data=column)
-        for name, texts in schema.sequence_texts(groups).items():
-            sequences.create_dataset(name, data=texts, dtype=h5py.string_dtype())
-    image.seek(0, os.SEEK_END)
-    image.write(seal(image.getvalue()))
+    sealer = Sealer(image.write)
+    for piece in _encode(groups, attributes)[0]:
+        sealer.add(piece)
+    sealer.finish()
     return image.getvalue()
+
+
+def _encode(groups: Sequence[Group], attributes: ShardAttributes) -> tuple[Iterator[Any], tuple[PublishedGroup, ...]]:
+    """The body of the file piece by piece, and the notice; raises ValueError for an unsound trajectory."""
+    trajectories = [trajectory for _, trajectory in schema.rows_of(groups)]
+    numbers = schema.sequence_arrays(groups)
+    rows = schema.checked_rows(trajectories, numbers)
+    layout = shard_layout(attributes, numbers, schema.sequence_texts(groups))
+
+    def column(name: str) -> Iterator[Any]:
+        return schema.token_column(name.removeprefix("tokens/"), trajectories, numbers["offset"], PIECE_TOKENS)
+
+    return layout.pieces(column), schema.gather_rows(rows, numbers)
+
+
+def shard_layout(
+    attributes: ShardAttributes, numbers: schema.Columns, texts: Mapping[str, list[bytes]], **more: Any
+) -> Layout:
+    """The file of a shard but for its token columns, which it asks for as `tokens/NAME`; `more` are attributes."""
+    num_tokens = int(numbers["offset"][-1])
+    return lay_out(
+        {"schema_version": schema.SCHEMA_VERSION, **asdict(attributes), **more},
+        {f"tokens/{name}": (num_tokens, dtype) for name, (_, dtype) in schema.TOKEN_COLUMNS.items()},
+        {f"sequences/{name}": column for name, column in numbers.items()},
+        {f"sequences/{name}": lines for name, lines in texts.items()},
+    )
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -102,8 +128,7 @@ class Shard:
                 self._hdf5 = h5py.File(self._file, "r", locking=False)
                 self.attributes = self._read_attributes()
                 self._offsets, self._numbers = self._read_numbers()
-                self._columns = {name: self._hdf5["tokens"][name] for name in schema.TOKEN_COLUMNS}
-                self._info = self._hdf5["sequences"]["info"]
+                self._addresses = {name: self._address(name) for name in schema.TOKEN_COLUMNS}
         except BaseException:
             self._file.close()
             raise
@@ -132,8 +157,8 @@ class Shard:
         return self._file.bytes_read
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Size and modification time (ns) of the file behind this handle."""
+    def identity(self) -> tuple[int, int, int]:
+        """Number, size and modification time (ns) of the file behind this handle."""
         return self._file.identity
 
     @contextmanager
@@ -155,6 +180,8 @@ class Shard:
         if version != schema.SCHEMA_VERSION:
             raise ValueError(f"schema version {version}, this code reads {schema.SCHEMA_VERSION}")
         found = self._hdf5.attrs
+        if found["logprob_convention"] != schema.LOGPROB_CONVENTION:
+            raise ValueError(f"log-probs are {found['logprob_convention']!r}, wanted {schema.LOGPROB_CONVENTION!r}")
         return ShardAttributes(
             run=str(found["run"]),
             attempt=int(found["attempt"]),
@@ -173,12 +200,17 @@ class Shard:
         for name in (*schema.SEQUENCE_COLUMNS, *schema.TEXT_COLUMNS):
             if len(sequences[name]) != n:
                 raise ValueError(f"/sequences/{name} has {len(sequences[name])} entries for {n} sequences")
-        for name in schema.TOKEN_COLUMNS:
-            if len(self._hdf5["tokens"][name]) != offsets[-1]:
-                raise ValueError(
-                    f"/tokens/{name} has {len(self._hdf5['tokens'][name])} entries for {offsets[-1]} tokens"
-                )
         return offsets, numbers
+
+    def _address(self, name: str) -> int:
+        """Where the entries of a token column begin in the file."""
+        column, dtype = self._hdf5["tokens"][name], np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<")
+        if column.shape != (self.num_tokens,) or column.dtype != dtype:
+            raise ValueError(f"/tokens/{name} is {column.dtype} {column.shape}, wanted {dtype} ({self.num_tokens},)")
+        address = column.id.get_offset()
+        if column.chunks is not None or address is None:
+            raise ValueError(f"/tokens/{name} is not contiguous")
+        return int(address)
 
     def group_numbers(self) -> list[int]:
         """Admission number of each row."""
@@ -192,25 +224,23 @@ class Shard:
         found: dict[int, Trajectory] = {}
         with self._damage():
             for first, end in _runs(sorted(set(rows))):
-                found.update(zip(range(first, end), self._read_run(first, end), strict=True))
+                infos = self._hdf5["sequences"]["info"][first:end]
+                trajectories = schema.trajectories_of(*self._columns(first, end), infos)
+                found.update(zip(range(first, end), trajectories, strict=True))
         return [(int(self._numbers["group"][row]), found[row]) for row in rows]
 
-    def _read_run(self, first: int, end: int) -> list[Trajectory]:
-        """Rows first..end-1, which lie side by side: one read per column."""
+    def _columns(self, first: int, end: int) -> tuple[schema.Columns, Int64, schema.Columns]:
+        """Token columns, offsets and numbers of rows first..end-1: one read per token column."""
         offsets = self._offsets[first : end + 1]
-        tokens = {name: column[offsets[0] : offsets[-1]] for name, column in self._columns.items()}
-        infos = self._info[first:end]
-        trajectories = []
-        for index, row in enumerate(range(first, end)):
-            inside = slice(offsets[index] - offsets[0], offsets[index + 1] - offsets[0])
-            trajectory = schema.trajectory_of(
-                {name: column[inside] for name, column in tokens.items()},
-                {name: column[row] for name, column in self._numbers.items()},
-                infos[index].decode(),
-            )
-            trajectory.check()
-            trajectories.append(trajectory)
-        return trajectories
+        tokens = {name: self.column(name, int(offsets[0]), int(offsets[-1])) for name in schema.TOKEN_COLUMNS}
+        return tokens, offsets - offsets[0], {name: column[first:end] for name, column in self._numbers.items()}
+
+    def column(self, name: str, start: int, end: int) -> npt.NDArray[Any]:
+        """Entries start..end-1 of a token column, verified; raises BrokenSeal, ValueError outside of the file."""
+        dtype = np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<")
+        address = self._addresses[name] + start * dtype.itemsize
+        values = self._file.read_range(address, (end - start) * dtype.itemsize).view(dtype)
+        return values if values.flags.aligned else values.copy()
 
     def groups(self) -> list[Group]:
         """All groups in their order."""
@@ -224,12 +254,30 @@ class Shard:
             groups[-1].trajectories.append(trajectory)
         return groups
 
-    def notice(self) -> tuple[PublishedGroup, ...]:
-        """The groups as the notice of this shard named them."""
-        return schema.notice_groups(self.groups())
+    def texts(self) -> dict[str, list[bytes]]:
+        """The text columns, as they lie in the file."""
+        with self._damage():
+            return {name: self._hdf5["sequences"][name][:].tolist() for name in schema.TEXT_COLUMNS}
 
-    def verify(self) -> None:
-        """Reads and checks everything; raises BadShard at the first fault."""
+    def numbers(self) -> schema.Columns:
+        """The numeric columns of /sequences, with `offset`."""
+        return {**self._numbers, "offset": self._offsets}
+
+    def notice(self) -> tuple[PublishedGroup, ...]:
+        """The groups as the notice of this shard named them; every row is read and checked."""
+        rows: list[Row] = []
+        infos = self.texts()["info"]
+        with self._damage():
+            for first, end in schema.slices_of(self._offsets, SLICE_TOKENS):
+                columns = self._columns(first, end)
+                schema.trajectories_of(*columns, infos[first:end])
+                rows += schema.notice_rows(*columns, first)
+        return schema.gather_rows(rows, self._numbers)
+
+    def verify(self) -> tuple[PublishedGroup, ...]:
+        """Reads and checks everything; gives the notice. Raises BadShard at the first fault."""
         with self._damage():
             self._file.verify()
-        self.groups()
+            for name in self.texts()["example"]:
+                name.decode()
+        return self.notice()

@@ -106,7 +106,7 @@ class Store:
         shard = self._shards.get(name)
         if shard is not None:
             status = os.stat(path)
-            if shard.identity == (status.st_size, status.st_mtime_ns):
+            if shard.identity == (status.st_ino, status.st_size, status.st_mtime_ns):
                 self._shards.move_to_end(name)
                 return shard
             self._forget(name)

@@ -10,8 +10,8 @@ from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.records import Group
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.trajectory.schema import ShardAttributes, notice_groups
-from pekoe.pipeline.trajectory.shard import SUFFIX, write_shard
+from pekoe.pipeline.trajectory.schema import ShardAttributes
+from pekoe.pipeline.trajectory.shard import SUFFIX, Written, write_shard
 
 MAX_ROWS = 16_384
 """Rows of one shard: keeps its notice under the limit of a control message (1 MiB)."""
@@ -64,6 +64,12 @@ class ShardWriter:
             full = len(self._groups) >= self._max_groups or len(lengths) >= MAX_ROWS or sum(lengths) >= MAX_TOKENS
             return full or time.monotonic() - self._opened >= self._max_seconds
 
+    @property
+    def num_groups(self) -> int:
+        """Groups in the open shard."""
+        with self._lock:
+            return len(self._groups)
+
     def flush(self) -> Published | None:
         """Publishes the open shard; None when it is empty. Raises OSError naming the file when the disk refuses."""
         with self._flush_lock:
@@ -73,20 +79,20 @@ class ShardWriter:
                 return None
             path = self._folder / f"{self._next_number:06d}{SUFFIX}"
             try:
-                self._write(path, groups)
+                written = self._write(path, groups)
             except BaseException:
                 with self._lock:
                     self._groups = groups + self._groups
                 raise
             self._next_number += 1
-            return Published(path=self._run.relative(path), groups=notice_groups(groups))
+            return Published(path=self._run.relative(path), groups=written.groups)
 
-    def _write(self, path: Path, groups: list[Group]) -> None:
+    def _write(self, path: Path, groups: list[Group]) -> Written:
         try:
             if not self._folder.is_dir():
                 self._folder.mkdir(exist_ok=True)
                 files.fsync_folder(self._folder.parent)
-            write_shard(path, groups, self._attributes)
+            return write_shard(path, groups, self._attributes)
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot publish a shard of {len(groups)} groups: {error.strerror}", str(path)

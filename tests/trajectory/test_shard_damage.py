@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_a_token_column_spoils_only_reads_that_touch_it(
     path = tmp_path / "a.h5"
     path.write_bytes(sound)
     with Shard(path) as shard:
-        column = shard._columns[name]
+        column = shard._hdf5["tokens"][name]
         middle_of_row_3 = column.id.get_offset() + 140_000 * column.dtype.itemsize
     damaged = bytearray(sound)
     damaged[middle_of_row_3] ^= 4

@@ -141,7 +141,7 @@ def test_reading_a_row_touches_little_more_than_its_bytes(
     short = [make_group(number, samples=50, length=400) for number in range(40)]
     written = short if layout == "many short rows" else [*short[:20], make_group(99, 1, 500_000), *short[20:]]
     path = tmp_path / "000000.h5"
-    size = write_shard(path, written, attributes)
+    size = write_shard(path, written, attributes).num_bytes
     assert size < 17 * sum(len(t.tokens) for g in written for t in g.trajectories) + 400 * 50 * 41
     with Shard(path) as shard:
         before = shard.bytes_read
