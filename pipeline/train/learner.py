@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pekoe.pipeline import files
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.messages import (
     Commit,
@@ -132,9 +133,7 @@ class Learner:
                 case Save():
                     self.save(message)
                 case Export():
-                    folder = self.parts.export_folder(message.path)
-                    self.parts.engine.export_hf(folder)
-                    self._tell_from_first(Exported(message.version, message.path))
+                    self.export(message)
                 case RollCall():
                     self.parts.post.send(self.parts.head, Present(message.number))
                 case StopTrainer():
@@ -195,14 +194,27 @@ class Learner:
         """Streams the weights; the head rank reports, with the log-probs of the check sequences."""
         began = time.monotonic()
         engine = self.parts.engine
-        error = ""
+        error, disk_is_full = "", False
         try:
             self.parts.send_weights(message, engine.weight_specs(), engine.weights())
         except (self.parts.transfer_error, OSError) as failure:
             logger.exception("sending version %d failed", message.version)
             error = f"{type(failure).__name__}: {failure}"[:2000]
+            disk_is_full = isinstance(failure, OSError) and files.is_full(failure)
         check = [float(x) for x in self._check_logprobs()]
-        self._tell_from_first(WeightsSent(message.version, time.monotonic() - began, tuple(check), error))
+        self._tell_from_first(WeightsSent(message.version, time.monotonic() - began, tuple(check), error, disk_is_full))
+
+    def export(self, message: Export) -> None:
+        """A Hugging Face folder; without room for it nothing of it stays, and the head is told."""
+        error = ""
+        try:
+            self.parts.engine.export_hf(self.parts.export_folder(message.path))
+        except OSError as failure:
+            if not files.is_full(failure):
+                raise
+            logger.exception("the export of version %d failed", message.version)
+            error = str(failure)[:2000]
+        self._tell_from_first(Exported(message.version, message.path, error, bool(error)))
 
     def _check_logprobs(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         rows = [(0, _bare_trajectory(ids)) for ids in self.parts.check_sequences]
