@@ -70,13 +70,11 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     if state:
         cursor.restore(state["cursor"])
     store = Store(run)
-    notices = [
-        notice for notice in store.adoptable(version)
-        if any(not cursor.is_closed(group.group) for group in notice.groups)
-    ]  # fmt: skip
+    found = store.adoptable(version, lambda group: not cursor.is_closed(group))
+    notices = found.notices
     kept = {notice.path for notice in notices}
     if config.rollout.keep_trajectories == "none":
-        store.collect(sorted(consumed - kept))
+        store.collect(sorted(consumed.union(found.spent) - kept))
     else:
         kept |= consumed
     store.set_aside_unknown(attempt, kept)

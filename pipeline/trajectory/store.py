@@ -10,8 +10,11 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
@@ -21,6 +24,8 @@ from pekoe.pipeline.trajectory.shard import NOT_THERE_YET, SUFFIX, BadShard, Sha
 
 FIRST_PAUSE_SECONDS = 0.01
 LONGEST_PAUSE_SECONDS = 0.5
+VERIFYING_THREADS = 4
+T = TypeVar("T")
 
 
 class BadRows(Exception):
@@ -32,6 +37,16 @@ class BadRows(Exception):
         super().__init__(f"{len(rows)} rows cannot be read: {shown}{more}")
         self.rows = tuple(rows)
         """(shard, row, reason), as `RowsRead.bad` wants it."""
+
+
+@dataclass(frozen=True)
+class Adoptable:
+    """What a resumed run finds on the disk."""
+
+    notices: list[Published]
+    """Whole shards with a group that is still open, in the order of their names."""
+    spent: list[str]
+    """Shards whose groups have all ended: to be collected or archived."""
 
 
 class Store:
@@ -69,6 +84,7 @@ class Store:
         found: dict[tuple[str, int], tuple[int, Trajectory]] = {}
         bad: list[tuple[str, int, str]] = []
         deadline = time.monotonic() + self._retry_seconds
+        self._start_anew_after_fork()
         with self._lock:
             for name, rows in rows_by_shard.items():
                 try:
@@ -82,26 +98,25 @@ class Store:
             raise BadRows(bad)
         return [found[name, row] for name, row in keys]
 
+    def _start_anew_after_fork(self) -> None:
+        """A child opens its own files; its parent's lock may have been held by a thread that the child has not."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._lock = threading.Lock()
+            self._shards.clear()
+
     def _read_rows(self, name: str, rows: Sequence[int], deadline: float) -> list[tuple[int, Trajectory]]:
-        pause = FIRST_PAUSE_SECONDS
-        while True:
+        def read_once() -> list[tuple[int, Trajectory]]:
             try:
                 return self._opened(name).read(rows)
-            except BadShard:
+            except (BadShard, OSError):
                 self._forget(name)
                 raise
-            except OSError as error:
-                self._forget(name)
-                if error.errno not in NOT_THERE_YET or time.monotonic() + pause > deadline:
-                    raise
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+        return _patiently(read_once, deadline)
 
     def _opened(self, name: str) -> Shard:
-        """The open shard of this name; opened again when the file changed or the process forked."""
-        if self._process != os.getpid():
-            self._shards.clear()
-            self._process = os.getpid()
+        """The open shard of this name; opened again when the file changed."""
         path = self._run.path / name
         shard = self._shards.get(name)
         if shard is not None:
@@ -127,27 +142,44 @@ class Store:
     def notice(self, name: str) -> Published:
         """The notice of a shard, made from the verified file; raises BadShard, or OSError when it is gone."""
         with Shard(self._run.path / name) as shard:
-            shard.verify()
-            return Published(path=name, groups=shard.notice())
+            return Published(path=name, groups=shard.verify())
 
-    def adoptable(self, max_version: int) -> list[Published]:
-        """For resume: notices of the valid shards without a token newer than `max_version`; others are put aside.
+    def adoptable(self, max_version: int, is_open: Callable[[int], bool]) -> Adoptable:
+        """For resume from version `max_version`: which shards can be used, and which are of no use any more.
 
-        The caller drops groups that the ledger names and takes the first per (group, try).
+        `is_open` says whether a group (admission number) has not ended yet. A shard without such a group is not read
+        beyond its group numbers. The others are verified, a few at a time; damaged ones and those with tokens newer
+        than `max_version` are put aside. The caller drops groups that ended and takes the first per (group, try).
         """
-        notices = []
-        for name in self.paths():
+
+        def look(name: str) -> Published | BadShard | None:
+            deadline = time.monotonic() + self._retry_seconds
             try:
-                notice = self.notice(name)
+                return _patiently(lambda: self._notice_if_open(name, is_open), deadline)
             except BadShard as error:
-                self.quarantine(name, error.reason)
-                continue
-            newest = max(row.max_version for group in notice.groups for row in group.rows)
-            if newest > max_version:
-                self._put_aside(name, f"has tokens of version {newest}, the run goes on from version {max_version}")
-            else:
-                notices.append(notice)
-        return notices
+                return error
+            except FileNotFoundError:
+                return BadShard(self._run.path / name, "vanished")
+
+        found = Adoptable([], [])
+        with ThreadPoolExecutor(VERIFYING_THREADS, "verify-shard") as pool:
+            for name, outcome in zip(names := self.paths(), pool.map(look, names), strict=True):
+                if outcome is None:
+                    found.spent.append(name)
+                elif isinstance(outcome, BadShard):
+                    self.quarantine(name, outcome.reason)
+                elif (newest := _newest_version(outcome)) > max_version:
+                    reason = f"has tokens of version {newest}, the run goes on from version {max_version}"
+                    self._put_aside(name, reason)
+                else:
+                    found.notices.append(outcome)
+        return found
+
+    def _notice_if_open(self, name: str, is_open: Callable[[int], bool]) -> Published | None:
+        with Shard(self._run.path / name) as shard:
+            if not any(is_open(group) for group in set(shard.group_numbers())):
+                return None
+            return Published(path=name, groups=shard.verify())
 
     def quarantine(self, name: str, reason: str) -> bool:
         """Moves a bad shard to the set-aside folder with its reason and counts it; False when it was gone already."""
@@ -190,6 +222,23 @@ class Store:
             if not any(folder.iterdir()):
                 folder.rmdir()
         return moved
+
+
+def _patiently(attempt: Callable[[], T], deadline: float) -> T:
+    """Tries again while a network filesystem is late; raises the last OSError at the deadline, others at once."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno not in NOT_THERE_YET or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _newest_version(notice: Published) -> int:
+    return max(row.max_version for group in notice.groups for row in group.rows)
 
 
 def _attempt_of(folder: Path) -> int:
