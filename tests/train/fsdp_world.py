@@ -322,11 +322,11 @@ def main():
     dist.barrier()
 
 
-if __name__ == "__main__":
+def run_as_program():
+    """Not in the main thread: trainer loops are worker threads."""
     failure = []
 
     def run():
-        """Not the main thread: trainer loops are worker threads."""
         try:
             main()
         except BaseException:
@@ -338,3 +338,7 @@ if __name__ == "__main__":
     if failure:
         print(failure[0], file=sys.stderr)
         raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_as_program()
