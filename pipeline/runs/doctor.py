@@ -25,7 +25,7 @@ from pekoe.pipeline.config.schema import all_keys
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import run_files
 from pekoe.pipeline.runs.attempt_history import AttemptFacts, End, read_attempts, sentence
-from pekoe.pipeline.runs.finding import Finding, Severity, counted, note, ok, problem
+from pekoe.pipeline.runs.finding import Finding, Severity, counted, first_few, note, ok, problem
 from pekoe.pipeline.runs.run_files import Places
 from pekoe.pipeline.runs.saved_state import (
     LedgerFacts,
@@ -109,6 +109,7 @@ def diagnose(
         places = place(config) if place else None
     except Exception as error:
         findings.append(_bad_config(run, error))
+    findings += _layout(run)
     examine("attempts", lambda: _attempts(run, config, attempts, now))
     end = attempts[-1].end if attempts else End.UNHEARD
     running = end is End.RUNNING
@@ -134,6 +135,22 @@ def diagnose(
     examine("files", lambda: run_files.examine_left_overs(run, running))
     examine("disk", lambda: run_files.examine_disk(run, config, places, end is End.FINISHED))
     return Diagnosis(run.path, tuple(findings))
+
+
+def _layout(run: RunDirectory) -> list[Finding]:
+    """Names of the run directory that are not the folders that they should be."""
+    folders = (run.checkpoints, run.ledger, run.shards, run.metrics, run.exports, run.errors, run.heartbeats)
+    wrong = [path for path in (*folders, run.weights, run.set_aside, run.path / "logs") if not path.is_dir()]
+    return [
+        problem(
+            "files",
+            f"{path.name} is not a folder",
+            f"move it away, and restore the folder if you have a copy: mv {path} elsewhere",
+        )
+        if path.exists()
+        else note("files", f"{path.name}/ is not there", "a resumption makes it anew, empty")
+        for path in wrong
+    ]
 
 
 def _bad_config(run: RunDirectory, error: Exception) -> Finding:
@@ -201,7 +218,7 @@ def _attempt(run: RunDirectory, config: RunConfig | None, facts: AttemptFacts, i
 def _failed(run: RunDirectory, config: RunConfig | None, facts: AttemptFacts, head: str, is_last: bool) -> Finding:
     record = facts.record
     path = run.errors / f"attempt-{facts.number}.json"
-    lines = [f"{head}failed: {sentence(record)}", f"record: {path}" + (" (with stacks)" if _has_stacks(record) else "")]
+    lines = [f"{head}failed: {sentence(record)}", f"record: {path}{_stacks(record)}"]
     if record.get("log"):
         lines.append(f"log: {run.path / str(record['log'])}")
     text = "\n".join(lines)
@@ -210,8 +227,12 @@ def _failed(run: RunDirectory, config: RunConfig | None, facts: AttemptFacts, he
     return problem("attempts", text, _after_failure(run, config, str(record.get("error", ""))))
 
 
-def _has_stacks(record: dict[str, object]) -> bool:
-    return any("File " in str(value) for name, value in record.items() if name in ("stacks", "traceback"))
+def _stacks(record: dict[str, object]) -> str:
+    """Whose threads' stacks the record holds."""
+    ranks = record.get("stacks")
+    if isinstance(ranks, dict) and ranks:
+        return f" (with the stacks of rank {first_few(ranks)})"
+    return " (with its traceback)" if record.get("traceback") else ""
 
 
 def _after_failure(run: RunDirectory, config: RunConfig | None, error: str) -> str:

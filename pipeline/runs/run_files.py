@@ -53,7 +53,10 @@ def examine_metrics(run: RunDirectory, config: RunConfig | None) -> list[Finding
         findings.append(note("progress", text, "nothing to do: the report and a resumption leave them out, too"))
     of = "" if config is None or config.total_train_steps is None else f" of {config.total_train_steps}"
     if not lines:
-        return [*findings, note("progress", f"no figures yet (no step{of} was written down)")]
+        if any(run.ledger.glob("step-*.json")):
+            text = "metrics/metrics.jsonl holds no figures, though the ledger holds steps"
+            return [*findings, note("progress", text, "restore it from a copy; the run does not need it to go on")]
+        return [*findings, note("progress", f"no figures yet (no step{of} was done)")]
     newest = {name: value for line in lines for name, value in line.values.items() if name in SHOWN_FIGURES}
     shown = ", ".join(f"{name} {newest[name]:.4g}" for name in SHOWN_FIGURES if name in newest)
     return [*findings, ok("progress", f"step {max(line.step for line in lines)}{of}: {shown}")]
@@ -205,7 +208,7 @@ def examine_left_overs(run: RunDirectory, running: bool) -> list[Finding]:
         for top in (run.checkpoints, run.shards, run.archive, run.ledger, run.exports, run.weights, run.metrics)
         for folder, folders, names in os.walk(top)
         for name in (*folders, *names)
-        if name.endswith((files.PART, files.DISCARDED))
+        if name.endswith((files.PART, files.DISCARDED, files.PREVIOUS))
     ]
     if not found:
         return []

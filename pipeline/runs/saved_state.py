@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -86,7 +87,9 @@ def examine_checkpoints(run: RunDirectory, deep: bool) -> tuple[list[Finding], R
             )
         )
         return findings, ResumePoint(0, None, is_lost=True)
-    findings.append(note("checkpoints", "none yet: a resumption begins at step 0"))
+    recorded = sum(1 for _ in run.ledger.glob("step-*.json"))
+    though = f", though {counted(recorded, 'step')} are recorded" if recorded else ""
+    findings.append(note("checkpoints", f"none{though}: a resumption begins at step 0"))
     return findings, ResumePoint(0, None)
 
 
@@ -201,8 +204,7 @@ def examine_exports(run: RunDirectory, config: RunConfig | None) -> list[Finding
         again = f"write it again: pekoe export {run.path} OUT --step {path.name.removeprefix('step-')}"
         try:
             facts = model_facts(path)
-            for name in ("config.json",):
-                (path / name).stat()
+            json.loads((path / "config.json").read_bytes())
         except (SafetensorError, ValueError, OSError) as error:
             findings.append(problem("exports", f"exports/{path.name} is damaged: {error}", again))
             continue
