@@ -152,6 +152,7 @@ class World:
         self.folder = Folder(tell=lambda message: self.post.control.put((0, message)))
         self.seconds_left: float | None = None
         self.peer_failed = False
+        self.grace_seconds = 60.0
         self.phases: list[tuple[str, float | None, tuple[int, ...]]] = []
         self.metrics: list[tuple[int, dict[str, float]]] = []
         self.open: dict[int, list[PublishedGroup]] = defaultdict(list)
@@ -177,11 +178,13 @@ class World:
             colocated=self.colocated, dispatcher=dispatcher, weights=weights,
             score=lambda rewards, *_: (rewards - rewards.mean(), np.ones(len(rewards), np.uint8)),
             plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
-            record_step=self._record, record_end=self._record_end, done_before=frozenset(),
+            record_step=lambda *arguments: self._record(*arguments),
+            record_end=self._record_end, done_before=frozenset(),
             quarantine=lambda shard, reason: self.quarantined.append(shard),
             checkpoints=self.folder,
             report=StepReport(lambda step, values: self.metrics.append((step, dict(values))), lambda state: None),
-            stop=StopWatch(self.stop.is_set, lambda: self.seconds_left, 60.0), peer_failed=lambda: self.peer_failed,
+            stop=StopWatch(self.stop.is_set, lambda: self.seconds_left, self.grace_seconds),
+            peer_failed=lambda: self.peer_failed,
             stacks_of=lambda ranks: {rank: f"stacks of rank {rank}" for rank in ranks}, set_phase=self._set_phase,
         )  # fmt: skip
         return Controller(self.config, parts, self.num_steps, version)
