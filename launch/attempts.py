@@ -45,6 +45,11 @@ class Attempt:
     number: int
 
 
+def attempt_began(attempt: Attempt) -> float:
+    """When it was begun, seconds since 1970."""
+    return float(files.read_json(attempt.run.run_json)["attempts"][attempt.number]["began"])
+
+
 def run_directory(config: RunConfig) -> RunDirectory:
     """fileroot / experiment_name / trial_name."""
     return RunDirectory(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)

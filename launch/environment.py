@@ -80,6 +80,9 @@ class Facts:
     cores_on_node: int | None
     notes: tuple[str, ...] = ()
     """Sentences for the log about what was seen and not followed."""
+    job_start_time: str | None = None
+    """Of the Slurm job, as it stands in the environment (seconds since 1970); None = not set."""
+    job_end_time: str | None = None
 
     @property
     def in_world(self) -> bool:
@@ -121,6 +124,8 @@ def read(environ: Mapping[str, str], host: str | None = None) -> Facts:
         and any(environ.get(n) for n in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")),
         cores_on_node=_number(environ, "SLURM_CPUS_ON_NODE"),
         notes=_notes(environ, names),
+        job_start_time=environ.get("SLURM_JOB_START_TIME"),
+        job_end_time=environ.get("SLURM_JOB_END_TIME"),
     )
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from pekoe.pipeline.run_directory import RunDirectory
 
 TEXT_LIMIT = 20_000
+ALL_STACKS_LIMIT = 1_000_000
+"""Characters of all ranks' stacks in a record."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class ErrorRecord:
     """The rank's log, relative to the run directory."""
     time: float = field(default_factory=time.time)
     """When it was noticed, seconds since 1970."""
+    stacks: dict[str, str] = field(default_factory=dict)
+    """What the threads of ranks that had to do with it were doing: rank -> text."""
 
     def sentence(self) -> str:
         """For people, in one line."""
@@ -54,6 +58,15 @@ def describe(error: BaseException) -> tuple[str, str]:
     line = "".join(traceback.format_exception_only(error)).strip()
     text = "".join(traceback.format_exception(error))
     return line[:TEXT_LIMIT], text[-TEXT_LIMIT:]
+
+
+def stacks_in(error: BaseException) -> dict[str, str]:
+    """The stacks that an exception carries in `stacks` (rank -> text), as a record takes them."""
+    kept, room = {}, ALL_STACKS_LIMIT
+    for rank, text in dict(getattr(error, "stacks", None) or {}).items():
+        kept[str(rank)] = str(text)[:room] or "left out: the record is full"
+        room = max(0, room - len(str(text)))
+    return kept
 
 
 def write_record(run: RunDirectory, record: ErrorRecord) -> bool:

@@ -194,7 +194,8 @@ class _Launch:
         unsound = [int(note["code"]) for note in notes.values() if "code" in note and not note.get("orderly")]
         if not unsound and len(orderly) == self.world.num_ranks:
             return max(orderly)
-        if not unsound and EXIT_REQUEUE in orderly:
+        failed = record_path(self.world.run, self.world.attempt).exists()
+        if not unsound and not failed and EXIT_REQUEUE in orderly:
             return EXIT_REQUEUE
         if EXIT_CONFIGURATION in codes or self.process.returncode == EXIT_CONFIGURATION:
             return EXIT_CONFIGURATION

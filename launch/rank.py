@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pekoe.launch import environment, rank_environment
-from pekoe.launch.attempts import Attempt, RunDirectoryError
+from pekoe.launch.attempts import Attempt, RunDirectoryError, attempt_began
 from pekoe.launch.environment import Facts, wrong_size
 from pekoe.launch.rank_state import RankState
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
@@ -95,6 +96,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         world.begin_attempt(attempt.run, attempt.number, state.log)
         for note in facts.notes:
             logger.info(note)
+        world.ends_at = world.share(_job_end(config, facts, attempt) if world.rank == 0 else None)
         code = int(rl.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
         world.finalize(code)
     return code
@@ -114,6 +116,19 @@ def world_settings(config: RunConfig) -> WorldSettings:
     )
 
 
+def _job_end(config: RunConfig, facts: Facts, attempt: Attempt) -> float | None:
+    """Head only: when the job ends, by the head's clock."""
+    from pekoe.launch.time_budget import job_end
+
+    now = time.time()
+    end, warnings = job_end(facts, config.cluster.time_limit, attempt_began(attempt), now)
+    for warning in warnings:
+        logger.warning(warning)
+    if end is not None:
+        logger.info("the job ends in %.0f s", end - now)
+    return end
+
+
 def _set_environment(config: RunConfig, facts: Facts, placement: Placement) -> None:
     cache = rank_environment.node_local_cache(os.environ, facts)
     variables = rank_environment.rank_variables(os.environ, facts, config.cluster.threads_per_rank, cache)
@@ -126,10 +141,10 @@ def _set_environment(config: RunConfig, facts: Facts, placement: Placement) -> N
 def _enter_attempt(state: RankState, attempt: Attempt) -> None:
     """Log, error record and a first heartbeat from now on."""
     from pekoe.launch.heartbeat_files import write_heartbeat
-    from pekoe.launch.rank_log import open_log
+    from pekoe.launch.rank_log import log_path, open_log
     from pekoe.pipeline.messages import Heartbeat
 
-    log = attempt.run.logs(attempt.number) / f"rank-{state.rank}.log"
+    log = log_path(attempt.run, attempt.number, state.rank)
     state.set_run(attempt.run, attempt.number, str(log.relative_to(attempt.run.path)))
     open_log(log, state.rank, is_head=state.rank == 0)
     write_heartbeat(

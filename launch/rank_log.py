@@ -14,8 +14,14 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from pekoe.pipeline.run_directory import RunDirectory
+
 TERMINAL = "PEKOE_TERMINAL"
 """Path of the terminal that the run was started from; set by the local launcher."""
+
+
+def log_path(run: RunDirectory, attempt: int, rank: int) -> Path:
+    return run.logs(attempt) / f"rank-{rank}.log"
 
 
 class PeopleStream(io.TextIOBase):

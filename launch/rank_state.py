@@ -11,12 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from pekoe.launch.error_record import ErrorRecord, describe, write_record
+from pekoe.launch.error_record import ErrorRecord, describe, stacks_in, write_record
 from pekoe.launch.stop_signals import EXIT_FAILURE
 from pekoe.launch.supervisor import Reports
+from pekoe.pipeline.observe import stacks
+from pekoe.pipeline.observe.phases import ThreadPhases
 from pekoe.pipeline.run_directory import RunDirectory
 
 CLAIM_SECONDS = 0.5
@@ -37,6 +39,8 @@ class RankState:
         self.role = ""
         self.phase = "start"
         self.phase_since = time.monotonic()
+        self.threads = ThreadPhases()
+        """What the threads of the roles do; `phase` is of all of them together then."""
         self.log = ""
         self.run: RunDirectory | None = None
         self.attempt = 0
@@ -50,6 +54,8 @@ class RankState:
         self.end_process: Callable[[], None] = self.exit_now
         """How the main thread ends the process after a failure."""
         self._lock = threading.Lock()
+        self._order = threading.Lock()
+        """Held while a thread's phase becomes part of the rank's: the newest text must be the last."""
         self.reports.tell(rank=rank)
 
     def set_role(self, role: str) -> None:
@@ -65,13 +71,18 @@ class RankState:
             self.phase_since = time.monotonic()
         self.reports.tell(phase=phase)
 
+    def set_thread_phase(self, who: str, phase: str, limit: float | None, on: Sequence[int]) -> None:
+        """What one thread does, for how many seconds at most, and on which ranks it waits."""
+        with self._order:
+            self.set_phase(self.threads.set(who, phase, limit, on))
+
     def set_run(self, run: RunDirectory, attempt: int, log: str = "") -> None:
         """From now on a failure is recorded in this run directory; `log` is relative to it."""
         self.run, self.attempt, self.log = run, attempt, log
         self.reports.tell(run=str(run.path), attempt=attempt, log=log)
 
     def catch_everything(self) -> None:
-        """Uncaught exceptions of the main thread and of all others end here."""
+        """Uncaught exceptions of the main thread and of all others end here; a signal shows the stacks of all."""
 
         def main_thread(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.end(error)
@@ -80,6 +91,7 @@ class RankState:
             if arguments.exc_value is not None and not means_success(arguments.exc_value):
                 self.fail(arguments.exc_value, arguments.thread.name if arguments.thread else "")
 
+        stacks.answer_signal()
         sys.excepthook = main_thread
         threading.excepthook = other_thread
 
@@ -94,7 +106,7 @@ class RankState:
         record = ErrorRecord(
             attempt=self.attempt, rank=self.rank, host=self.host, role=self.role, phase=self.phase,
             phase_seconds=time.monotonic() - self.phase_since, error=line, traceback=trace,
-            thread=thread or threading.current_thread().name, pid=os.getpid(), log=self.log,
+            thread=thread or threading.current_thread().name, pid=os.getpid(), log=self.log, stacks=stacks_in(error),
         )  # fmt: skip
         threading.Thread(target=self._last_words, args=(record,), name="last-words", daemon=True).start()
         deadline = threading.Timer(self.abort_seconds, os._exit, (self.exit_code or EXIT_FAILURE,))

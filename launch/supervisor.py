@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 from pekoe.launch.error_record import ErrorRecord, record_path, write_record
 from pekoe.launch.rank_log import TERMINAL
-from pekoe.launch.stop_signals import EXIT_REQUEUE, STOP_SIGNALS
+from pekoe.launch.stop_signals import EXIT_FAILURE, EXIT_REQUEUE, STOP_SIGNALS
+from pekoe.pipeline.observe.stacks import dump_by_signal
 from pekoe.pipeline.run_directory import RunDirectory
 
 LAUNCH_DIRECTORY = "PEKOE_LAUNCH_DIR"
@@ -82,6 +83,8 @@ class _Watched:
     unread: bytes = b""
     verdict: str = ""
     """Why the supervisor itself ended the rank."""
+    stacks: str = ""
+    """Of the rank's threads, when the verdict fell."""
     signalled_at: float | None = None
     """When the first stop signal came."""
 
@@ -103,6 +106,7 @@ class _Watched:
             role=str(self.facts.get("role", "")), phase=str(self.facts.get("phase", "start")),
             phase_seconds=time.time() - self.phase_since, error=reason, pid=self.pid,
             log=str(self.facts.get("log", "")),
+            stacks={str(self.facts.get("rank", -1)): self.stacks} if self.stacks else {},
         )  # fmt: skip
 
     def judge(self) -> None:
@@ -117,16 +121,24 @@ class _Watched:
             return
         elif limit is not None and now - self.phase_since > limit:
             self.verdict = f"phase {self.facts.get('phase')!r} took more than {limit} s"
-        elif limit is not None and self.facts.get("run") and self._record_path().exists():
+            self.stacks = self._dump()
+        elif limit is not None and self._peer_failed():
             self.verdict = "another rank failed"
         elif grace is not None and self.signalled_at is not None and now - self.signalled_at > grace:
             self.verdict = f"not over {grace} s after the stop signal"
-            self.facts["ended"] = EXIT_REQUEUE
+            self._dump()
+            self.facts["ended"] = EXIT_FAILURE if self._peer_failed() else EXIT_REQUEUE
         if self.verdict:
             os.kill(self.pid, signal.SIGKILL)
 
-    def _record_path(self) -> Path:
-        return record_path(RunDirectory(Path(self.facts["run"])), int(self.facts.get("attempt", 0)))
+    def _peer_failed(self) -> bool:
+        run = self.facts.get("run")
+        return run is not None and record_path(RunDirectory(Path(run)), int(self.facts.get("attempt", 0))).exists()
+
+    def _dump(self) -> str:
+        """Makes the rank write the stacks of its threads into its log."""
+        run, log = self.facts.get("run"), self.facts.get("log")
+        return dump_by_signal(self.pid, Path(run) / log) if run and log else ""
 
 
 def supervise(target: Callable[[Reports], int], rank: int) -> NoReturn:

@@ -18,19 +18,22 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pekoe.launch import environment
 from pekoe.launch.environment import Facts
+from pekoe.launch.error_record import record_path
 from pekoe.launch.exchange import LONGEST_PAUSE, SHORTEST_PAUSE, Exchange
 from pekoe.launch.pulse import Pulse
 from pekoe.launch.rank_state import RankState, flush_streams, means_success
 from pekoe.launch.rendezvous import LOOPBACK, listen, own_address
+from pekoe.launch.stack_requests import StackRequests
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, StopSignals
 from pekoe.pipeline.messages import Farewell, Leaving, Post, SignalReceived
+from pekoe.pipeline.observe.progress_watch import ProgressWatch, StalledRoleError
 from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -64,16 +67,18 @@ class World:
     """Made by `join`; use it as a context manager, so that SystemExit counts as a failure too."""
 
     def __init__(
-        self, communicator: MPI.Intracomm, post: PostOffice, hosts: tuple[str, ...], facts: Facts,
+        self, communicator: MPI.Intracomm, post: PostOffice, places: Sequence[tuple[str, int]], facts: Facts,
         state: RankState, signals: StopSignals, settings: WorldSettings,
     ) -> None:  # fmt: skip
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         self.facts = facts
-        self.hosts = hosts
+        self.hosts = tuple(host for host, _ in places)
         """Host of each rank."""
+        self.pids = tuple(pid for _, pid in places)
+        """Process of each rank on its host."""
         self.post: Post = post
-        self.address = LOOPBACK if len(set(hosts)) == 1 else own_address()
+        self.address = LOOPBACK if len(set(self.hosts)) == 1 else own_address()
         """Under which the other ranks reach this one: loopback when all are on one host."""
         self.attempt = state.attempt
         self.state = state
@@ -83,11 +88,14 @@ class World:
         self.gauges: Callable[[], dict[str, float]] | None = None
         """Called for each heartbeat, from the main thread."""
         self.version = 0
+        self.ends_at: float | None = None
+        """When the job ends, seconds since 1970, as the head reckons; None: not known."""
         self._office = post
         self._communicator = communicator
         self._exchange = Exchange(communicator, self._end_if_failed, settings.setup_seconds)
         self._signals = signals
         self._checks: list[Callable[[], None]] = []
+        self.watches: list[ProgressWatch] = []
         self._over = threading.Event()
         self._told_head = False
         self._next_duty = 0.0
@@ -96,6 +104,7 @@ class World:
         self._farewell = False
         self._inbox = post.inbox(SignalReceived, Leaving, Farewell)
         self._pulse = Pulse(self)
+        self._stacks = StackRequests(self)
 
     @classmethod
     def join(
@@ -127,9 +136,9 @@ class World:
             signals = StopSignals()
             signals.install()
         signals.claim()
-        hosts = tuple(communicator.allgather(facts.host))
-        facts = _with_neighbours(facts, hosts)
-        world = cls(communicator, PostOffice(communicator), hosts, facts, state, signals, settings)
+        places = communicator.allgather((facts.host, os.getpid()))
+        facts = _with_neighbours(facts, [host for host, _ in places])
+        world = cls(communicator, PostOffice(communicator), places, facts, state, signals, settings)
         state.on_failure = world._office.wake.set
         state.end_process = world._abort_mpi
         signals.on_first(world._start_deadman)
@@ -159,6 +168,10 @@ class World:
         """What this rank is doing now, for heartbeats and error records; any thread."""
         self.state.set_phase(phase)
 
+    def set_thread_phase(self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = ()) -> None:
+        """What one thread is doing now, for how many seconds at most, and on which ranks it waits."""
+        self.state.set_thread_phase(who, phase, limit, on)
+
     def set_version(self, version: int) -> None:
         """Version of the weights that this rank holds."""
         self.version = version
@@ -167,8 +180,31 @@ class World:
         """`check()` runs in the main thread about every second while serving; what it raises ends the world."""
         self._checks.append(check)
 
+    def add_watch(self, watch: ProgressWatch) -> None:
+        """Looked at about every second while serving; one that has stalled ends the world with StalledRoleError."""
+        self.watches.append(watch)
+
+    def stacks_of(self, ranks: Sequence[int], seconds: float = 2.0) -> dict[int, str]:
+        """What the threads of these ranks are doing: Python stacks, or why they are not known. Any thread; takes at
+        most about so many seconds."""
+        return self._stacks.ask(ranks, seconds)
+
+    def last_words(self, rank: int) -> str:
+        """What was heard last of a rank, for people."""
+        return self._pulse.last_words(rank)
+
+    def peer_failed(self) -> bool:
+        """Has any rank of this attempt failed? Then a stop signal is the teardown: start nothing collective. Looks at
+        the run directory: not for the main thread."""
+        run = self.state.run
+        return self.state.failed.is_set() or (run is not None and record_path(run, self.attempt).exists())
+
     def run_checks(self) -> None:
         self._signals.claim()
+        for watch in self.watches:
+            watch.look()
+            if watch.is_stalled:
+                raise self._stalled(watch)
         for check in self._checks:
             check()
 
@@ -253,9 +289,21 @@ class World:
         elif not self._over.is_set():
             self.finalize()
 
-    def _turn(self) -> None:
+    def pump(self) -> bool:
+        """One turn of the post office; True if anything moved. Main thread."""
         self._end_if_failed()
-        moved = self._office.pump()
+        return self._office.pump()
+
+    def _stalled(self, watch: ProgressWatch) -> StalledRoleError:
+        doing = self.state.threads.of(watch.who) or self.state.phase
+        return StalledRoleError(
+            f"{watch.who} on rank {self.rank} ({self.state.role or 'no role yet'}, {self.state.host}) has work but has "
+            f"made no progress for {watch.stalled_seconds:.0f} s (allowed: {watch.limit:g} s), in phase {doing!r}",
+            self.stacks_of([self.rank]),
+        )
+
+    def _turn(self) -> None:
+        moved = self.pump()
         now = time.monotonic()
         if now >= self._next_duty:
             self._next_duty = now + DUTY_SECONDS
@@ -279,6 +327,7 @@ class World:
                 self._leaving.add(source)
             else:
                 self._farewell = True
+        self._stacks.serve()
         self._pulse.beat(now)
 
     def _end_if_failed(self) -> None:
@@ -302,9 +351,21 @@ class World:
             f"{self.state.phase!r}; ending now", file=sys.stderr, flush=True,
         )  # fmt: skip
         faulthandler.dump_traceback(all_threads=True)
-        self.state.reports.ended(EXIT_REQUEUE)
+        code = EXIT_FAILURE if self._peer_failed_within(1.0) else EXIT_REQUEUE
+        self.state.reports.ended(code)
         flush_streams()
-        os._exit(EXIT_REQUEUE)
+        os._exit(code)
+
+    def _peer_failed_within(self, seconds: float) -> bool:
+        """`peer_failed`, asked by a thread of its own: a filesystem that hangs means no."""
+        found = threading.Event()
+
+        def look() -> None:
+            if self.peer_failed():
+                found.set()
+
+        threading.Thread(target=look, name="peer-failed", daemon=True).start()
+        return found.wait(seconds)
 
     def _leave_hung_finalize(self, code: int) -> None:
         print(f"pekoe: MPI_Finalize did not return in {FINALIZE_SECONDS} s; leaving", file=sys.stderr, flush=True)
@@ -324,7 +385,7 @@ class World:
             )  # fmt: skip
 
 
-def _with_neighbours(facts: Facts, hosts: tuple[str, ...]) -> Facts:
+def _with_neighbours(facts: Facts, hosts: Sequence[str]) -> Facts:
     """Counts the ranks of this host where the environment does not say how many there are."""
     if facts.local_size is not None:
         return facts

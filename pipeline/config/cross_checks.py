@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from pekoe.pipeline import registry
 from pekoe.pipeline.config.dataset import DatasetConfig
+from pekoe.pipeline.config.durations import FORMS, duration_seconds
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import shown
@@ -251,6 +252,12 @@ def check_placement(config: RunConfig, placement: PlacementFacts, findings: Find
         findings.wrong("allocation", str(placement), "has no rollout part; allowed: one, e.g. hf:d1+fsdp:d1")
 
 
+def _check_time_limit(config: RunConfig, findings: Findings) -> None:
+    limit = config.cluster.time_limit
+    if limit not in (None, "auto") and duration_seconds(str(limit)) is None:
+        findings.wrong("cluster.time_limit", limit, f"is no duration; allowed: auto, {FORMS}, or null")
+
+
 CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_names,
     _check_sampling,
@@ -259,4 +266,5 @@ CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_batch,
     _check_rollout,
     _check_evaluation,
+    _check_time_limit,
 )

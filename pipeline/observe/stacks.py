@@ -22,6 +22,8 @@ from pathlib import Path
 from pekoe.pipeline.messages import STACKS_LIMIT
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
+DUMP_SECONDS = 0.8
+"""For a signalled process to write its stacks."""
 MAX_FRAMES = 60
 """Of one thread; the innermost are kept."""
 QUIET_SECONDS = 0.15
@@ -40,7 +42,7 @@ class ThreadStack:
 def capture(first: Mapping[str, str]) -> list[ThreadStack]:
     """The stacks of all threads of this process now, those named in `first` before all others. Touches no file."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    found: list[ThreadStack] = []
     for ident, frame in sys._current_frames().items():
         calls = []
         innermost = frame
@@ -78,7 +80,7 @@ def answer_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
 
 
-def dump_by_signal(pid: int, log: Path, seconds: float = 1.0) -> str:
+def dump_by_signal(pid: int, log: Path, seconds: float = DUMP_SECONDS) -> str:
     """The stacks of another process of this host, which writes them into `log`; else what the kernel says of it.
 
     Waits for at most `seconds`. A process that does not catch the signal is left alone.

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,8 @@ from pekoe.pipeline.config.paths import model_context_limit
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.messages import Post
+from pekoe.pipeline.observe.phases import SetPhase
+from pekoe.pipeline.observe.progress_watch import ProgressWatch, ReadProgress
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.start import RunData, StartPoint
 
@@ -42,6 +44,8 @@ class World(Protocol):
     post: Post
     stop_requested: threading.Event
     gauges: Callable[[], dict[str, float]] | None
+    ends_at: float | None
+    """When the job ends, seconds since 1970, equal on all ranks; None: not known."""
 
     def listen(self) -> tuple[socket.socket, str]: ...
     def share(self, value: Any, root: int = 0) -> Any: ...
@@ -51,6 +55,11 @@ class World(Protocol):
     def abort(self, error: BaseException, thread: str = "") -> None: ...
     def set_role(self, role: str) -> None: ...
     def set_phase(self, phase: str) -> None: ...
+    def set_thread_phase(self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = ()) -> None: ...
+    def add_check(self, check: Callable[[], None]) -> None: ...
+    def add_watch(self, watch: ProgressWatch) -> None: ...
+    def stacks_of(self, ranks: Sequence[int], seconds: float = 2.0) -> dict[int, str]: ...
+    def peer_failed(self) -> bool: ...
     def set_version(self, version: int) -> None: ...
 
 
@@ -92,9 +101,6 @@ class RunContext:
     data: RunData
     building: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: transformers changes global state meanwhile, and a colocated rank builds two."""
-    phases: dict[str, str] = field(default_factory=dict)
-    """What each thread of this rank is doing."""
-
     gauges: dict[str, Callable[[], dict[str, float]]] = field(default_factory=dict)
     """What the parts of this rank measure, for heartbeats."""
 
@@ -130,14 +136,22 @@ class RunContext:
     def is_head(self) -> bool:
         return self.world.rank == HEAD
 
-    def phase_of(self, who: str) -> Callable[[str], None]:
-        """A setter of the phase of one of this rank's threads; heartbeats show them all."""
+    def phase_of(self, who: str) -> SetPhase:
+        """A setter of the phase of one of this rank's threads: what it does or waits for, for how long at most
+        (`limit` in seconds), and on which ranks (`on`). Heartbeats show them all."""
 
-        def set_phase(phase: str) -> None:
-            self.phases[who] = phase
-            self.world.set_phase("; ".join(f"{name}: {text}" for name, text in list(self.phases.items())))
+        def set_phase(phase: str, *, limit: float | None = None, on: Sequence[int] = ()) -> None:
+            self.world.set_thread_phase(who, phase, limit, on)
 
         return set_phase
+
+    def watch(self, who: str, read: ReadProgress, limit: float | None = None) -> None:
+        """Ends the world with StalledRoleError when a thread is busy for `limit` seconds without progress.
+
+        `read()` gives (a counter that grows with the work done, is there work to do); the main thread calls it about
+        every second, so it must be cheap. `limit` is `cluster.progress_seconds` where none is given.
+        """
+        self.world.add_watch(ProgressWatch(who, read, limit or self.config.cluster.progress_seconds))
 
 
 def sequence_limit(config: RunConfig) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import os
 import resource
@@ -12,21 +14,25 @@ import time
 from pathlib import Path
 
 from pekoe.launch import environment
+from pekoe.launch.rank_log import log_path, open_log
 from pekoe.launch.rank_state import RankState
 from pekoe.launch.stop_signals import EXIT_REQUEUE, StopSignals
 from pekoe.launch.supervisor import Reports, supervise
 from pekoe.launch.world import World, WorldSettings
+from pekoe.pipeline.observe.progress_watch import ProgressWatch
 from pekoe.pipeline.run_directory import RunDirectory
 
+OUT = os.fdopen(os.dup(1), "w")
 RUN, WHAT = Path(sys.argv[1]), sys.argv[2]
 FAST = WorldSettings(heartbeat_seconds=0.2, silence_seconds=2.0, grace_seconds=3.0, setup_seconds=20.0)
+LOGGED = ("stacks", "hold", "hold-not", "stall")
 PATIENT = WorldSettings(heartbeat_seconds=0.2)
 
 
 def say(**facts: object) -> None:
-    """One line of JSON on stdout that the test reads."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
+    """One line of JSON on the first stdout that the test reads."""
+    OUT.write(json.dumps(facts) + "\n")
+    OUT.flush()
 
 
 def cpu_seconds() -> float:
@@ -38,18 +44,35 @@ def boom() -> None:
     raise ValueError("boom in rank 1")
 
 
+def stand_still() -> None:
+    """A thread that is alive and does nothing."""
+    threading.Event().wait(60)
+
+
+def hold_the_lock(seconds: int | None = None) -> None:
+    """In C, with the interpreter's lock: no other thread of the process runs. A signal ends the bounded sleep."""
+    if seconds is None:
+        sum(range(10**12))
+    else:
+        ctypes.PyDLL(None).sleep(seconds)
+
+
 def rank_program(reports: Reports) -> int:
     facts = environment.read(os.environ)
     state = RankState(facts.rank, facts.host, reports, FAST.abort_seconds)
     state.catch_everything()
-    state.set_run(RunDirectory(RUN), 0)
+    run = RunDirectory(RUN)
+    log = log_path(run, 0, facts.rank)
+    if WHAT in LOGGED:
+        open_log(log, facts.rank, is_head=False)
+    state.set_run(run, 0, run.relative(log) if WHAT in LOGGED else "")
     state.set_role("trainer" if facts.rank == 0 else "rollout")
     signals = StopSignals()
     signals.install()
     if WHAT == "import-error" and facts.rank == 1:
         import pekoe.pipeline.no_such_module  # noqa: F401
     expected = 5 if WHAT == "wrong-allocation" else facts.size
-    settings = PATIENT if WHAT in ("idle", "sleep", "deaf") else FAST
+    settings = PATIENT if WHAT in ("idle", "sleep", "stacks") else FAST
     if WHAT == "collect-late":
         settings = WorldSettings(heartbeat_seconds=0.2, setup_seconds=5.0)
     with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
@@ -117,11 +140,48 @@ def behave(world: World) -> int:
         time.sleep(60)
     elif WHAT == "collect-large":
         world.collect("x" * (1 << 20))
+    elif WHAT == "stall":
+        world.set_thread_phase("engine", "decoding", 2.0)
+        world.start("engine", stand_still)
+        ticks = itertools.count()
+        world.add_watch(ProgressWatch("engine", lambda: (0.0 if victim else next(ticks), True), 2.0))
+        world.add_watch(ProgressWatch("idler", lambda: (0.0, False), 0.5))
+    elif WHAT == "phases":
+        world.set_thread_phase("slow", "waiting for rank 1", 30.0, [1])
+        world.add_watch(ProgressWatch("watched", lambda: (1.0, True), 60.0))
+        world.start("quick", lambda: step_for_ever(world))
+    elif WHAT == "hold" and victim:
+        world.add_check(hold_the_lock)
+    elif WHAT == "stacks":
+        world.set_thread_phase("worker", "waiting for tea", on=[2])
+        world.start("worker", stand_still)
+        if world.rank == 2:
+            once = iter((5,))
+            world.add_check(lambda: hold_the_lock(next(once, 0)))
+        if world.rank == 0:
+            world.start("asker", lambda: ask_for_stacks(world))
+        world.start("clock", lambda: (time.sleep(7), done.set()))
+        world.serve(done)
+        world.finalize()
+        return 0
     elif WHAT == "killed-survivor-fails":
         world.start("watcher", lambda: fail_after_peer(world))
     say(rank=world.rank, pid=os.getpid())
     world.serve(done)
     return 0
+
+
+def step_for_ever(world: World) -> None:
+    for step in itertools.count():
+        world.set_thread_phase("quick", f"step {step}")
+        time.sleep(0.05)
+
+
+def ask_for_stacks(world: World) -> None:
+    time.sleep(2.5)
+    began = time.monotonic()
+    stacks = world.stacks_of([0, 1, 2, 1])
+    say(stacks=stacks, seconds=time.monotonic() - began)
 
 
 def fail_after_peer(world: World) -> None:

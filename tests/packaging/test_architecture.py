@@ -21,7 +21,7 @@ HEAVY = ("torch", "mpi4py", "vllm", "transformers")
 
 # Library -> the files (or folders) that may import it, below the root.
 OWNERS = {
-    "mpi4py": ("launch/world.py", "launch/postoffice.py"),
+    "mpi4py": ("launch/world.py", "launch/postoffice.py", "launch/exchange.py"),
     "submitit": ("launch/slurm.py", "launch/arrays.py"),
     "h5py": ("pipeline/trajectory/",),
     "torch_npu": ("pipeline/devices/",),
