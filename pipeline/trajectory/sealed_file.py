@@ -149,15 +149,12 @@ class SealedFile(io.RawIOBase):
         self._descriptor = files.disk.open(path)
         try:
             status = os.fstat(self._descriptor)
+            self.digest = ""
             self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             self._digests, self._body_bytes = self._read_seal(status.st_size)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def body_bytes(self) -> int:
-        return self._body_bytes
 
     def _read_seal(self, size: int) -> tuple[list[int], int]:
         if size < FOOTER.size:
@@ -173,6 +170,7 @@ class SealedFile(io.RawIOBase):
         table_bytes = -(-body_bytes // BLOCK_BYTES) * DIGEST_BYTES
         if body_bytes + table_bytes + FOOTER.size != size:
             raise BrokenSeal(f"{size} bytes; the seal speaks of {body_bytes + table_bytes + FOOTER.size}")
+        self.digest = str(digest.hex())
         table = self._read_at(body_bytes, table_bytes)
         if _table_digest(table.tobytes(), body_bytes) != digest:
             raise BrokenSeal("the seal itself is damaged")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,17 @@ class BadShard(Exception):
         super().__init__(f"{path}: {reason}")
         self.path = path
         self.reason = reason
+
+
+class SourceRows(NamedTuple):
+    """Rows of an archive that came from one shard."""
+
+    shard: str
+    """Its path, relative to the run directory."""
+    digest: str
+    """Of its seal: tells it from a later shard of the same name."""
+    first_row: int
+    end_row: int
 
 
 @dataclass(frozen=True)
@@ -87,16 +98,40 @@ def _encode(groups: Sequence[Group], attributes: ShardAttributes) -> tuple[Itera
 
 
 def shard_layout(
-    attributes: ShardAttributes, numbers: schema.Columns, texts: Mapping[str, list[bytes]], **more: Any
+    attributes: ShardAttributes,
+    numbers: schema.Columns,
+    texts: Mapping[str, list[bytes]],
+    sources: Sequence[SourceRows] = (),
 ) -> Layout:
-    """The file of a shard but for its token columns, which it asks for as `tokens/NAME`; `more` are attributes."""
+    """The file of a shard but for its token columns, which it asks for as `tokens/NAME`.
+
+    `sources` are the shards whose rows an archive takes over.
+    """
     num_tokens = int(numbers["offset"][-1])
+    origin = {
+        "sources/first_row": np.array([source.first_row for source in sources], np.int64),
+        "sources/end_row": np.array([source.end_row for source in sources], np.int64),
+    }
+    names = {
+        "sources/shard": [source.shard.encode() for source in sources],
+        "sources/digest": [source.digest.encode() for source in sources],
+    }
     return lay_out(
-        {"schema_version": schema.SCHEMA_VERSION, **asdict(attributes), **more},
+        {"schema_version": schema.SCHEMA_VERSION, **asdict(attributes)},
         {f"tokens/{name}": (num_tokens, dtype) for name, (_, dtype) in schema.TOKEN_COLUMNS.items()},
-        {f"sequences/{name}": column for name, column in numbers.items()},
-        {f"sequences/{name}": lines for name, lines in texts.items()},
+        {f"sequences/{name}": column for name, column in numbers.items()} | (origin if sources else {}),
+        {f"sequences/{name}": lines for name, lines in texts.items()} | (names if sources else {}),
     )
+
+
+def read_column(file: SealedFile, addresses: Mapping[str, int], name: str, start: int, end: int) -> npt.NDArray[Any]:
+    """Entries start..end-1 of a token column that begins at `addresses[name]`, verified, in memory of their own.
+
+    Raises BrokenSeal, or ValueError for entries outside of the file.
+    """
+    dtype = np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<")
+    values = file.read_range(addresses[name] + start * dtype.itemsize, (end - start) * dtype.itemsize).view(dtype)
+    return values if values.flags.aligned else values.copy()
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -128,7 +163,7 @@ class Shard:
                 self._hdf5 = h5py.File(self._file, "r", locking=False)
                 self.attributes = self._read_attributes()
                 self._offsets, self._numbers = self._read_numbers()
-                self._addresses = {name: self._address(name) for name in schema.TOKEN_COLUMNS}
+                self.addresses = {name: self._address(name) for name in schema.TOKEN_COLUMNS}
         except BaseException:
             self._file.close()
             raise
@@ -155,6 +190,11 @@ class Shard:
     def bytes_read(self) -> int:
         """Bytes fetched from the disk so far."""
         return self._file.bytes_read
+
+    @property
+    def digest(self) -> str:
+        """Of the whole content, by its seal."""
+        return self._file.digest
 
     @property
     def identity(self) -> tuple[int, int, int]:
@@ -232,15 +272,16 @@ class Shard:
     def _columns(self, first: int, end: int) -> tuple[schema.Columns, Int64, schema.Columns]:
         """Token columns, offsets and numbers of rows first..end-1: one read per token column."""
         offsets = self._offsets[first : end + 1]
-        tokens = {name: self.column(name, int(offsets[0]), int(offsets[-1])) for name in schema.TOKEN_COLUMNS}
+        tokens = {
+            name: read_column(self._file, self.addresses, name, int(offsets[0]), int(offsets[-1]))
+            for name in schema.TOKEN_COLUMNS
+        }
         return tokens, offsets - offsets[0], {name: column[first:end] for name, column in self._numbers.items()}
 
     def column(self, name: str, start: int, end: int) -> npt.NDArray[Any]:
-        """Entries start..end-1 of a token column, verified; raises BrokenSeal, ValueError outside of the file."""
-        dtype = np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<")
-        address = self._addresses[name] + start * dtype.itemsize
-        values = self._file.read_range(address, (end - start) * dtype.itemsize).view(dtype)
-        return values if values.flags.aligned else values.copy()
+        """Entries start..end-1 of a token column, verified; raises BadShard."""
+        with self._damage():
+            return read_column(self._file, self.addresses, name, start, end)
 
     def groups(self) -> list[Group]:
         """All groups in their order."""
@@ -262,6 +303,18 @@ class Shard:
     def numbers(self) -> schema.Columns:
         """The numeric columns of /sequences, with `offset`."""
         return {**self._numbers, "offset": self._offsets}
+
+    def sources(self) -> list[SourceRows]:
+        """Of an archive: the shards whose rows it holds; of other shards: nothing."""
+        with self._damage():
+            if "sources" not in self._hdf5:
+                return []
+            found = {name: self._hdf5["sources"][name][:].tolist() for name in ("shard", "digest")}
+            first, end = (self._hdf5["sources"][name][:].tolist() for name in ("first_row", "end_row"))
+            return [
+                SourceRows(shard.decode(), digest.decode(), *rows)
+                for shard, digest, *rows in zip(found["shard"], found["digest"], first, end, strict=True)
+            ]
 
     def notice(self) -> tuple[PublishedGroup, ...]:
         """The groups as the notice of this shard named them; every row is read and checked."""
