@@ -51,9 +51,12 @@ def test_ranks_of_a_killed_launcher_stop_in_order(tmp_path: Path) -> None:
     wait_until_gone(folder)
     assert sorted(said["rank"] for said in world.said() if "stopped" in said) == [0, 1]
     assert not list(run.glob("errors/*"))
-    output = run.with_suffix(".out").read_text()
-    assert f"the launcher (pid {world.process.pid}) is gone" in output
-    assert f"pekoe run --resume {run}" in output
+    output = run.with_suffix(".out")
+    assert f"the launcher (pid {world.process.pid}) is gone" in output.read_text()
+    deadline = time.monotonic() + 5
+    while f"pekoe run --resume {run}" not in output.read_text():
+        assert time.monotonic() < deadline, "the guardian says the next step after it has removed the folder"
+        time.sleep(0.02)
 
 
 def test_deaf_ranks_of_a_killed_launcher_are_killed(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def rank_program(reports: Reports) -> int:
     if WHAT == "import-error" and facts.rank == 1:
         import pekoe.pipeline.no_such_module  # noqa: F401
     expected = 5 if WHAT == "wrong-allocation" else facts.size
-    settings = PATIENT if WHAT in ("idle", "sleep", "stacks") else FAST
+    settings = PATIENT if WHAT in ("idle", "sleep", "deaf", "stacks") else FAST
     if WHAT == "collect-late":
         settings = WorldSettings(heartbeat_seconds=0.2, setup_seconds=5.0)
     with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
