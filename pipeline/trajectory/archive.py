@@ -202,9 +202,11 @@ class Archive:
         """Deletes a shard that an archive holds already: a crash or the disk came between."""
         held = self._held_digests()
         path = self._run.path / name
+        if name not in held:
+            return False
         try:
             with SealedFile(path) as file:
-                if name not in held or file.digest != held[name]:
+                if file.digest != held[name]:
                     return False
         except (BrokenSeal, FileNotFoundError):
             return False

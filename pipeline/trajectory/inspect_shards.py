@@ -11,8 +11,12 @@ SHOWN_ROWS = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `pekoe shards`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("ls", help="list the shards: groups, sequences, tokens, versions, mean reward")
-    verify = actions.add_parser("verify", help="read and check every byte; exit code 1 when a shard is damaged")
+    listing = actions.add_parser(
+        "ls", help="list shards and archives: groups, sequences, tokens, versions, mean reward"
+    )
+    verify = actions.add_parser(
+        "verify", help="read and check every byte, say what becomes of damaged files; exit code 1 when there is one"
+    )
     show = actions.add_parser("show", help="print episodes as text, with rewards and weight versions")
     for one in (listing, verify, show):
         one.add_argument("run", type=Path, help="run directory")

@@ -1,4 +1,4 @@
-"""What `pekoe shards` prints: a list of shards, the verdict on each, episodes as text."""
+"""What `pekoe shards` prints: a list of shards and archives, episodes as text; verdicts are in `shard_verdict.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from pekoe.pipeline.records import Group, Trajectory, epoch_and_position
 from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory.archive import archive_files
 from pekoe.pipeline.trajectory.shard import BadShard, Shard
+from pekoe.pipeline.trajectory.shard_verdict import show_leftovers, verify_shards
 from pekoe.pipeline.trajectory.store import Store
 
 Decode = Callable[[Sequence[int]], str]
@@ -23,10 +25,9 @@ def run_action(args: argparse.Namespace) -> int:
     if not run.shards.is_dir():
         print(f"{args.run}: not a run directory (no shards/)", file=sys.stderr)
         return 2
-    store = Store(run)
-    known = store.paths()
+    known = [*Store(run).paths(), *(run.relative(path) for path in archive_files(run))]
     wanted = args.shards if args.action != "show" else [args.shard] if args.shard else newest(run, known)
-    names = [name if name.startswith("shards/") else f"shards/{name}" for name in wanted or known]
+    names = [name if name.startswith(("shards/", "archive/")) else f"shards/{name}" for name in wanted or known]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"{unknown[0]}: no such shard; `pekoe shards ls {args.run}` lists {len(known)}", file=sys.stderr)
@@ -34,11 +35,16 @@ def run_action(args: argparse.Namespace) -> int:
     if not names:
         kept = "consumed ones are deleted after a checkpoint; rollout.keep_trajectories=shards or =archive keeps them"
         print(f"no shards in {run.shards} ({kept})")
+        if args.action == "verify":
+            show_leftovers(run)
         return 0
     if args.action == "ls":
         return list_shards(run, names)
     if args.action == "verify":
-        return verify_shards(run, names)
+        code = verify_shards(run, names)
+        if not wanted:
+            show_leftovers(run)
+        return code
     return show_shard(run, names[0], args)
 
 
@@ -55,30 +61,18 @@ def list_shards(run: RunDirectory, names: Sequence[str]) -> int:
             with Shard(run.path / name) as shard:
                 rows = [row for group in shard.notice() for row in group.rows]
                 groups, tokens = len(set(shard.group_numbers())), shard.num_tokens
+            size = (run.path / name).stat().st_size / 2**20
         except BadShard as error:
             print(f"{name.removeprefix('shards/'):<32} damaged: {error.reason}")
             code = 1
             continue
+        except FileNotFoundError:
+            continue
         versions = f"{min(row.min_version for row in rows)}-{max(row.max_version for row in rows)}"
         reward = float(np.mean([row.reward for row in rows]))
-        size = (run.path / name).stat().st_size / 2**20
         short = name.removeprefix("shards/")
         print(f"{short:<32} {groups:>6} {len(rows):>6} {tokens:>9} {versions:>10} {reward:>8.3f} {size:>8.2f}")
     return code
-
-
-def verify_shards(run: RunDirectory, names: Sequence[str]) -> int:
-    """Checks every byte of the shards; exit code 1 when one is damaged."""
-    num_bad = 0
-    for name in names:
-        try:
-            with Shard(run.path / name) as shard:
-                shard.verify()
-        except BadShard as error:
-            num_bad += 1
-            print(f"DAMAGED {name}: {error.reason}")
-    print(f"{len(names) - num_bad} of {len(names)} shards are whole")
-    return 1 if num_bad else 0
 
 
 def show_shard(run: RunDirectory, name: str, args: argparse.Namespace) -> int:

@@ -13,8 +13,11 @@ import pytest
 
 from pekoe.pipeline.records import Finish, Group, Trajectory, group_number
 from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory.archive import Archive
 from pekoe.pipeline.trajectory.inspect_shards import add_arguments, main
+from pekoe.pipeline.trajectory.ledger import Entry, Ledger
 from pekoe.pipeline.trajectory.schema import ShardAttributes
+from pekoe.pipeline.trajectory.shard import Shard
 from pekoe.pipeline.trajectory.shard_views import marked_text
 from pekoe.pipeline.trajectory.writer import ShardWriter
 
@@ -73,6 +76,82 @@ def test_verify_names_the_damaged_shard(filled: RunDirectory, capsys: pytest.Cap
     assert shards("verify", filled.path, "0-rank-1/000000.h5") == 0
     assert shards("ls", filled.path) == 1
     assert shards("show", filled.path, "0-rank-1/000001.h5") == 1
+
+
+def test_verify_says_what_is_wrong_with_which_groups_and_what_happens_next(
+    run: RunDirectory, make_group: Callable[..., Group], capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = ShardWriter(run, ShardAttributes("r", 0, "rank-1", 0.7))
+    names = []
+    for first in range(0, 8, 2):
+        for number in (first, first + 1):
+            writer.add(make_group(group_number(1, number), samples=1, length=40_000))
+        notice = writer.flush()
+        assert notice is not None
+        names.append(notice.path)
+    groups = [f"{group_number(1, number)} (epoch 1, position {number})" for number in range(8)]
+    for name in names[:3]:
+        data = bytearray((run.path / name).read_bytes())
+        with Shard(run.path / name) as shard:
+            data[shard.addresses["turn"] + 160_000] ^= 1
+        (run.path / name).write_bytes(data)
+    (run.path / names[3]).write_bytes((run.path / names[3]).read_bytes()[:-5])
+    Ledger(run).record(1, consumed=[Entry(group_number(1, number), 0, names[1], (0,)) for number in (2, 3)])
+    Ledger(run).record(2, consumed=[Entry(group_number(1, 4), 0, names[2], (0,))])
+    assert shards("verify", run.path) == 1
+    shown = capsys.readouterr().out.splitlines()
+    again = "sampled again on resume; remove nothing by hand"
+    trained = "of its groups were trained on already, the last in step"
+    for index in range(3):
+        assert shown[3 * index].startswith(f"DAMAGED {names[index]}: checksum of the block at byte ")
+        assert shown[3 * index + 1] == f"  groups: {groups[2 * index]}, {groups[2 * index + 1]}"
+    assert shown[2] == f"  next: its groups are {again}"
+    assert shown[5] == f"  next: 2 {trained} 1: training misses nothing; remove nothing by hand"
+    assert shown[8] == f"  next: 1 {trained} 2; the others are {again}"
+    assert shown[9:12] == [
+        f"DAMAGED {names[3]}: no seal at the end: truncated, or not a shard",
+        "  groups: unknown, the part that names them is damaged too",
+        f"  next: its groups are {again}",
+    ]
+    assert shown[12] == "0 of 4 shards are whole"
+
+
+def test_archives_are_listed_shown_and_verified_like_shards(
+    filled: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = Archive(filled)
+    archive.add(["shards/0-rank-1/000000.h5"])
+    assert archive.close(60)
+    assert shards("ls", filled.path) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:3] == ["0-rank-1/000001.h5", "1", "2"]
+    assert second.split()[:4] == ["archive/000000.h5", "2", "4", str(24 + 25 + 26 + 5)]
+    assert shards("show", filled.path, "archive/000000.h5", "--row", "3", "--ids") == 0
+    assert "gsm8k/train/17" in capsys.readouterr().out
+    assert shards("verify", filled.path) == 0
+    assert "2 of 2 shards are whole" in capsys.readouterr().out
+    path = filled.archive / "000000.h5"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert shards("verify", filled.path) == 1
+    shown = capsys.readouterr().out
+    assert "DAMAGED archive/000000.h5" in shown
+    assert "next: its groups have ended, training misses nothing" in shown
+
+
+def test_verify_reports_what_was_set_aside_and_what_is_unfinished(
+    filled: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled.put_aside(filled.shards / "0-rank-1" / "000000.h5", "of a future that was abandoned")
+    (filled.set_aside / "stray").write_text("")
+    (filled.shards / "0-rank-1" / "000002.h5.77.part").write_bytes(b"half")
+    assert shards("verify", filled.path) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 1 shards are whole",
+        "set aside (set-aside/), not part of the run any more: 2",
+        "  shards__0-rank-1__000000.h5: of a future that was abandoned",
+        "  stray: no reason was written down",
+        "1 unfinished (*.part): being written, or left by a kill and deleted on resume",
+    ]
 
 
 def test_show_prints_an_episode_with_rewards_and_versions(
