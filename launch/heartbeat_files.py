@@ -9,20 +9,39 @@ import queue
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
+from pekoe.pipeline import files
 from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 
 
 def write_heartbeat(run: RunDirectory, attempt: int, heartbeat: Heartbeat) -> None:
-    """Replaces a rank's file atomically; not synced to disk, since the next one comes in seconds."""
+    """Replaces a rank's file atomically; not synced to disk, since the next one comes in seconds.
+
+    A full disk is when people look at heartbeats: then the blocks that the file has already are written over.
+    """
     path = run.heartbeats / f"rank-{heartbeat.rank}.json"
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     value = {**msgspec.to_builtins(heartbeat), "attempt": attempt, "time": time.time()}
-    part.write_text(json.dumps(value, sort_keys=True) + "\n")
-    os.replace(part, path)
+    data = (json.dumps(value, sort_keys=True) + "\n").encode()
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if not files.is_full(error):
+            raise
+        _write_over(path, data)
+
+
+def _write_over(path: Path, data: bytes) -> None:
+    """In one write, filled up with spaces, so that a reader sees the old or the new text."""
+    with open(path, "r+b", buffering=0) as file:
+        file.write(data.ljust(os.fstat(file.fileno()).st_size))
 
 
 class HeartbeatFiles:
@@ -65,4 +84,5 @@ class HeartbeatFiles:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                print(f"pekoe: heartbeat files cannot be written: {error}", file=sys.stderr, flush=True)
+                with suppress(OSError):
+                    print(f"pekoe: heartbeat files cannot be written: {error}", file=sys.stderr, flush=True)
