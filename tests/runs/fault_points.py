@@ -19,12 +19,12 @@ from pekoe.launch.world import World
 from pekoe.pipeline.control.controller import Controller
 from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.data.jsonl_dataset import JsonlDataset
-from pekoe.pipeline.messages import Published
+from pekoe.pipeline.messages import Published, WrittenFile
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
 from pekoe.pipeline.rollout.executor import Executor
 from pekoe.pipeline.rollout.rank_loop import RolloutLoop
-from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
+from pekoe.pipeline.train.engines.staged_shards import StagedShards
 from pekoe.pipeline.train.learner import Learner
 from pekoe.pipeline.trajectory.writer import ShardWriter
 from pekoe.pipeline.weights.collective import CollectiveReceiver, CollectiveSender
@@ -197,7 +197,7 @@ def damage_shards() -> None:
 
 def fail_once_in_each_transfer_and_checkpoint() -> None:
     """The first checkpoint, the receiver at version 2, the sender at version 3."""
-    stream, send, save = CollectiveReceiver._stream, CollectiveSender._stream, FsdpEngine.save
+    stream, send, save = CollectiveReceiver._stream, CollectiveSender._stream, StagedShards.write
 
     def received(self: CollectiveReceiver, group: Any, version: int) -> Iterator[Any]:
         for count, item in enumerate(stream(self, group, version)):
@@ -211,14 +211,15 @@ def fail_once_in_each_transfer_and_checkpoint() -> None:
             raise OSError("planted in the sender")
         send(self, group, version, plan, weights)
 
-    def saved(self: FsdpEngine, folder: Path) -> None:
-        save(self, folder)
+    def saved(self: StagedShards, folder: Path) -> tuple[WrittenFile, ...]:
+        written = save(self, folder)
         if leave_mark("checkpoint"):
             raise OSError(28, "planted in the checkpoint")
+        return written
 
     CollectiveReceiver._stream = received  # type: ignore[method-assign]
     CollectiveSender._stream = sent  # type: ignore[method-assign]
-    FsdpEngine.save = saved  # type: ignore[method-assign]
+    StagedShards.write = saved  # type: ignore[method-assign]
 
 
 def fail_once_in_a_load(rank: str) -> None:
