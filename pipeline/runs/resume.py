@@ -27,6 +27,7 @@ from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
 from pekoe.pipeline.runs.start import RunData, StartPoint
+from pekoe.pipeline.trajectory.archive import Archive
 from pekoe.pipeline.trajectory.ledger import Ledger
 from pekoe.pipeline.trajectory.store import Store
 
@@ -44,6 +45,8 @@ class Past:
     """Its snapshot in the checkpoint; empty without one."""
     notices: tuple[Published, ...] = ()
     """Valid shards with open groups and no token newer than the start point."""
+    spent: tuple[str, ...] = ()
+    """Shards whose groups had ended at the start point: still there, unless trajectories are not kept."""
     done: frozenset[str] = frozenset()
     """Which of `export` and `evaluation` exist at the start point."""
 
@@ -69,18 +72,17 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     cursor = training_cursor(config, data)
     if state:
         cursor.restore(state["cursor"])
+    Archive(run).set_aside_after(consumed)
     store = Store(run)
     found = store.adoptable(version, lambda group: not cursor.is_closed(group))
-    notices = found.notices
-    kept = {notice.path for notice in notices}
+    kept = {notice.path for notice in found.notices}
+    spent = consumed.intersection(store.paths()) - kept
     if config.rollout.keep_trajectories == "none":
-        store.collect(sorted(consumed.union(found.spent) - kept))
-    else:
-        kept |= consumed
-    store.set_aside_unknown(attempt, kept)
+        store.collect(sorted(spent.union(found.spent)))
+    store.set_aside_unknown(attempt, kept | consumed)
     store.close()
-    logger.info("attempt %d goes on from version %d; %d shards hold open groups", attempt, version, len(notices))
-    return Past(state, tuple(notices), done_at(run, version))
+    logger.info("attempt %d goes on from version %d; %d shards hold open groups", attempt, version, len(kept))
+    return Past(state, tuple(found.notices), tuple(sorted(spent)), done_at(run, version))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
