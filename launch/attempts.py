@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pekoe.launch.error_record import make_reserve
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION
 from pekoe.pipeline import files
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
@@ -148,6 +149,7 @@ def _begin(
     from pekoe.pipeline.config.snapshot import snapshot_code, write_run_config
 
     run.create()
+    make_reserve(run)
     record: dict[str, Any] = {"id": uuid.uuid4().hex, "began": time.time(), "attempts": []}
     if run.run_json.exists():
         record = files.read_json(run.run_json)

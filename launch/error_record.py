@@ -7,14 +7,18 @@ import json
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
 TEXT_LIMIT = 20_000
 ALL_STACKS_LIMIT = 1_000_000
 """Characters of all ranks' stacks in a record."""
+RESERVE = ".record-reserve"
+"""Name in the run directory: room for the record of an attempt that fails since the disk is full."""
+RESERVE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,20 @@ def write_record(run: RunDirectory, record: ErrorRecord) -> bool:
     if final.exists():
         return False
     part = final.with_name(f"{final.name}.{record.host}.{os.getpid()}.part")
-    data = (json.dumps(asdict(record), indent=1, sort_keys=True) + "\n").encode()
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    data = _encode(record)
+    try:
+        _write(part, data, "wb")
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if not files.is_full(error):
+            raise
+        data = _encode(_shortened(record))
+        try:
+            os.rename(run.path / RESERVE, part)
+        except FileNotFoundError:
+            # another rank of this attempt took it
+            return False
+        _write(part, data, "r+b")
     try:
         os.link(part, final)
     except FileExistsError:
@@ -94,6 +107,30 @@ def write_record(run: RunDirectory, record: ErrorRecord) -> bool:
     finally:
         part.unlink(missing_ok=True)
     return True
+
+
+def make_reserve(run: RunDirectory) -> None:
+    """At the begin of an attempt: blocks on the disk for its error record. OSError when the disk refuses."""
+    path = run.path / RESERVE
+    if not path.exists() or path.stat().st_size != RESERVE_BYTES:
+        files.write_bytes(path, os.urandom(RESERVE_BYTES))
+
+
+def _encode(record: ErrorRecord) -> bytes:
+    return (json.dumps(asdict(record), indent=1, sort_keys=True) + "\n").encode()
+
+
+def _shortened(record: ErrorRecord) -> ErrorRecord:
+    """So that it fits into the reserve: an escaped character has up to 12 bytes."""
+    return replace(record, error=record.error[:1000], traceback=record.traceback[-1000:], stacks={})
+
+
+def _write(path: Path, data: bytes, mode: str) -> None:
+    with open(path, mode) as file:
+        file.write(data)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _create_exclusively(final: Path, data: bytes) -> bool:

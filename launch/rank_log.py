@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
 TERMINAL = "PEKOE_TERMINAL"
@@ -55,6 +56,23 @@ class PeopleStream(io.TextIOBase):
         self._log.flush()
 
 
+class LogFile(io.FileIO):
+    """A log on a disk that may be full: what it has no room for is lost, and nobody who prints fails for it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if not files.is_full(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def _open_stream(descriptor: int) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(LogFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
+
+
 def open_log(path: Path, rank: int, is_head: bool) -> None:
     """Redirects this process' output into the log, once; logging and faulthandler follow."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +83,9 @@ def open_log(path: Path, rank: int, is_head: bool) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    log = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    log = _open_stream(1)
     sys.stdout = PeopleStream(people, log) if people is not None else log
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = _open_stream(2)
     faulthandler.enable(file=sys.stderr, all_threads=True)
     _start_logging(rank, is_head)
 
