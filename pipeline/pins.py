@@ -70,6 +70,7 @@ class Pins:
             files.disk.rename(folder, away)
         except FileNotFoundError:
             return True
+        files.fsync_folder(away.parent)
         if version in self.pinned():
             files.disk.rename(away, folder)
             return False
