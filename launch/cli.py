@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="what each rank of a run is doing")
     status.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    status.add_argument("--stacks", action="store_true", help="also ask all ranks for the stacks of their threads")
     status.set_defaults(command=_status)
 
     doctor = commands.add_parser(
@@ -232,6 +233,10 @@ def _status(arguments: argparse.Namespace) -> int:
     from pekoe.pipeline.observe.status import status
 
     print(status(arguments.run))
+    if arguments.stacks:
+        from pekoe.pipeline.observe.stack_request import request_stacks
+
+        print(f"\n{request_stacks(arguments.run)}")
     return 0
 
 

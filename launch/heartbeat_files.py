@@ -1,5 +1,5 @@
 """Heartbeats on disk: `RUN/heartbeats/rank-N.json`, replaced whole, written by one leader per node in a thread of its
-own."""
+own, which also looks whether somebody asks for stacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import msgspec
 
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import Heartbeat
+from pekoe.pipeline.observe.stack_request import read_request, request_path
 from pekoe.pipeline.run_directory import RunDirectory
 
 
@@ -47,10 +49,15 @@ def _write_over(path: Path, data: bytes) -> None:
 class HeartbeatFiles:
     """Takes heartbeats at once and writes the newest of each rank; a full disk costs files, never the run."""
 
-    def __init__(self, run: RunDirectory, attempt: int) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, on_request: Callable[[str], None] = lambda request: None
+    ) -> None:
+        """`on_request(id)` is called, in a thread of its own, when somebody asks for the stacks of this node."""
         self._run = run
         self._attempt = attempt
         self._queue: queue.SimpleQueue[Heartbeat | None] = queue.SimpleQueue()
+        self._on_request = on_request
+        self._request_changed = self._stamp()
         self._complained = False
         run.heartbeats.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._write_all, name="heartbeat-files", daemon=True)
@@ -77,6 +84,23 @@ class HeartbeatFiles:
                 self._write(heartbeat)
             if item is None:
                 return
+            self._look_for_request()
+
+    def _look_for_request(self) -> None:
+        stamp = self._stamp()
+        if stamp == self._request_changed:
+            return
+        self._request_changed = stamp
+        request = read_request(self._run)
+        if request:
+            threading.Thread(target=self._on_request, args=(request,), name="stacks-request", daemon=True).start()
+
+    def _stamp(self) -> tuple[int, int]:
+        """Changes whenever the request is replaced."""
+        with suppress(OSError):
+            found = request_path(self._run).stat()
+            return found.st_mtime_ns, found.st_ino
+        return 0, 0
 
     def _write(self, heartbeat: Heartbeat) -> None:
         try:

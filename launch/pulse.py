@@ -8,6 +8,7 @@ interpreter's lock) is noticed after `silence_seconds`.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -18,10 +19,13 @@ import msgspec
 from pekoe.launch.heartbeat_files import HeartbeatFiles
 from pekoe.launch.rank_log import log_path
 from pekoe.pipeline.messages import Heartbeat, ThreadPhase
+from pekoe.pipeline.observe.stack_request import write_answer
 from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pekoe.launch.world import World
+
+logger = logging.getLogger(__name__)
 
 
 OWN_PAUSE_SECONDS = 5.0
@@ -70,7 +74,7 @@ class Pulse:
 
     def open_files(self, run: RunDirectory, attempt: int) -> None:
         if self._leads:
-            self._files = HeartbeatFiles(run, attempt)
+            self._files = HeartbeatFiles(run, attempt, self._answer_request)
 
     def close(self) -> None:
         """The orderly end of all ranks: their last heartbeats on disk say so."""
@@ -122,6 +126,18 @@ class Pulse:
         faulthandler.dump_traceback_later(world.settings.silence_seconds * DUMP_SHARE, file=2)
         for listener in self._listeners:
             world.post.send(listener, heartbeat)
+
+    def _answer_request(self, request: str) -> None:
+        """The leader of a node, in a thread of its own: what the ranks of this node are doing goes to files."""
+        world, run = self.world, self.world.state.run
+        if run is None:
+            return
+        here = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+        try:
+            for rank, text in world.stacks_of(here).items():
+                write_answer(run, world.attempt, rank, request, text)
+        except OSError:
+            logger.exception("the stacks that were asked for cannot be written")
 
     def _gauges(self) -> dict[str, float]:
         """What the roles measure, and the share of their threads' time that went into waits."""

@@ -63,7 +63,7 @@ class StackRequests:
             answers.update(heard)
         for rank in silent:
             last = world.last_words(rank)
-            answers[rank] = f"no answer within {seconds:g} s; {last}\n{answers.get(rank, '')}".strip()
+            answers[rank] = f"rank {rank}: no answer within {seconds:g} s; {last}\n{answers.get(rank, '')}".strip()
         return {rank: stacks_of_threads.cut(answers[rank], STACKS_LIMIT) for rank in sorted(answers)}
 
     def serve(self) -> None:

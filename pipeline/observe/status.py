@@ -1,10 +1,11 @@
-"""`pekoe status RUN`: what every rank does and since when, from the files of the run alone."""
+"""`pekoe status RUN`: what every rank does and since when, who waits for whom, from the files of the run alone."""
 
 from __future__ import annotations
 
 import io
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 from rich import box
@@ -14,11 +15,14 @@ from rich.table import Table
 from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
 from pekoe.pipeline.observe.metrics import read_metrics, series
 from pekoe.pipeline.observe.progress import duration
+from pekoe.pipeline.observe.waits import ThreadNow, ranks_in_words, stalled_text, state_of, threads_of, waits_text
 from pekoe.pipeline.run_directory import RunDirectory
 
-SILENT_SECONDS = 15.0
-"""A rank that said nothing for this long is called silent."""
 WIDTH = 140
+MAX_ROWS = 64
+"""Ranks that are shown one by one; of larger worlds only the head and those in trouble."""
+MAX_COLUMNS = 6
+"""Ranks whose gauges stand side by side; of more the least, the mean and the most."""
 SHOWN_FIGURES = (
     "reward/mean",
     "eval/accuracy",
@@ -36,9 +40,15 @@ def status(run_path: Path | str, *, now: float | None = None) -> str:
     if not (run.run_json.exists() or run.config.exists() or run.heartbeats.is_dir()):
         raise ValueError(f"{run_path}: not a run directory (no run.json, config.yaml or heartbeats/)")
     now = time.time() if now is None else now
+    heartbeats = read_heartbeats(run)
     parts = [
         f"run {run.path}",
-        ranks_text(read_heartbeats(run), now),
+        head_text(heartbeats, now),
+        ranks_text(heartbeats, now) if heartbeats else "",
+        stalled_text(heartbeats, now),
+        waits_text(heartbeats, now),
+        oldest_text(heartbeats),
+        gauges_text(heartbeats),
         figures_text(run),
         files_text(run),
         errors_text(run),
@@ -46,42 +56,99 @@ def status(run_path: Path | str, *, now: float | None = None) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def state_of(item: HeartbeatFile, now: float) -> str:
-    """`alive`, `silent` (no heartbeat for long), or `ended` for a rank that ended in order."""
-    if item.heartbeat.phase == "ended":
-        return "ended"
-    return "alive" if item.age_seconds(now) <= SILENT_SECONDS else "silent"
+def head_text(heartbeats: list[HeartbeatFile], now: float) -> str:
+    """Which attempt, how many ranks, and how long the job goes on."""
+    if not heartbeats:
+        return "no heartbeats yet"
+    states = Counter(state_of(item, now) for item in heartbeats)
+    counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+    ends_at = next((item.heartbeat.ends_at for item in heartbeats if item.heartbeat.ends_at is not None), None)
+    running = set(states) != {"ended"}
+    rest = "" if ends_at is None or not running else f", the job ends in {duration(max(0.0, ends_at - now))}"
+    return f"attempt {heartbeats[0].attempt}, {len(heartbeats)} ranks ({counts}){rest}"
 
 
 def ranks_text(heartbeats: list[HeartbeatFile], now: float) -> str:
-    """The table of ranks."""
-    if not heartbeats:
-        return "no heartbeats yet"
+    """The table of ranks: a line for each thread, marked when it stands long in one phase."""
+    shown = heartbeats if len(heartbeats) <= MAX_ROWS else _notable(heartbeats, now)[:MAX_ROWS]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "role", "host", "pid", "state", "heard", "phase", "since", "version", "gauges"):
-        table.add_column(name, justify="right" if name in ("rank", "pid", "heard", "since", "version") else "left")
-    for item in heartbeats:
+    for name in ("rank", "role", "host", "pid", "state", "heard", "version", "since", "doing"):
+        table.add_column(name, justify="right" if name in ("rank", "pid", "heard", "version", "since") else "left")
+    for item in shown:
         beat, age = item.heartbeat, item.age_seconds(now)
-        gauges = " ".join(f"{name}={value:.6g}" for name, value in sorted(beat.gauges.items()))
-        table.add_row(
-            str(beat.rank),
-            beat.role,
-            beat.host,
-            str(beat.pid),
-            state_of(item, now),
-            f"{age:.0f} s ago",
-            beat.phase,
-            duration(beat.phase_seconds + age),
-            str(beat.version),
-            gauges,
-        )
+        about = (str(beat.rank), beat.role, beat.host, str(beat.pid), state_of(item, now), f"{age:.0f} s ago")
+        for number, thread in enumerate(threads_of(item, now)):
+            cells = (*about, str(beat.version)) if number == 0 else ("",) * 7
+            table.add_row(*cells, duration(thread.seconds), _doing(thread))
+    hidden = len(heartbeats) - len(shown)
+    return _drawn(table) + (f"\nand {hidden} more ranks, not in trouble" if hidden else "")
+
+
+def _doing(thread: ThreadNow) -> str:
+    who = f"{thread.phase.who}: " if thread.phase.who else ""
+    mark = f"  ({thread.mark})" if thread.mark else ""
+    return f"{who}{thread.phase.phase}{mark}"
+
+
+def _notable(heartbeats: list[HeartbeatFile], now: float) -> list[HeartbeatFile]:
+    """The head, silent ranks, and ranks with a thread that stands still."""
+    return [
+        item
+        for item in heartbeats
+        if item.heartbeat.rank == 0
+        or state_of(item, now) == "silent"
+        or (state_of(item, now) == "alive" and any(thread.mark for thread in threads_of(item, now)))
+    ]
+
+
+def oldest_text(heartbeats: list[HeartbeatFile]) -> str:
+    """The oldest thing in flight, as gauges named `…/oldest_seconds` (and `…/oldest_group`) tell."""
+    found = []
+    for item in heartbeats:
+        gauges = item.heartbeat.gauges
+        for name, seconds in gauges.items():
+            who, _, kind = name.rpartition("/")
+            if kind == "oldest_seconds" and seconds > 0:
+                found.append((seconds, item.heartbeat.rank, who, gauges.get(f"{who}/oldest_group")))
+    if not found:
+        return ""
+    seconds, rank, who, group = max(found, key=lambda entry: entry[0])
+    name = f"group {group:.0f}" if group is not None else "an episode"
+    return f"oldest in flight: {name} since {seconds:.0f} s, rank {rank} {who}".rstrip()
+
+
+def gauges_text(heartbeats: list[HeartbeatFile]) -> str:
+    """A line for each gauge: ranks side by side, or least, mean and most of many ranks."""
+    having = [item.heartbeat for item in heartbeats if item.heartbeat.gauges]
+    names = sorted({name for beat in having for name in beat.gauges})
+    if not names:
+        return ""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("gauge")
+    side_by_side = len(having) <= MAX_COLUMNS
+    for title in [f"rank {beat.rank}" for beat in having] if side_by_side else ["ranks", "least", "mean", "most", "on"]:
+        table.add_column(title, justify="right")
+    for name in names:
+        if side_by_side:
+            table.add_row(name, *(_number(beat.gauges.get(name)) for beat in having))
+            continue
+        values = {beat.rank: beat.gauges[name] for beat in having if name in beat.gauges}
+        most = max(values, key=lambda rank: values[rank])
+        mean = sum(values.values()) / len(values)
+        figures = (min(values.values()), mean, values[most])
+        table.add_row(name, str(len(values)), *map(_number, figures), f"rank {most}")
+    return _drawn(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _drawn(table: Table) -> str:
     console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False)
     console.print(table)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    silent = [item.heartbeat.rank for item in heartbeats if state_of(item, now) == "silent"]
-    head = f"attempt {heartbeats[0].attempt}\n"
-    note = f"\nsilent for over {SILENT_SECONDS:.0f} s: rank {', '.join(map(str, silent))}" if silent else ""
-    return head + text.rstrip() + note
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
 def figures_text(run: RunDirectory) -> str:
@@ -115,8 +182,11 @@ def errors_text(run: RunDirectory) -> str:
             record = json.loads(path.read_bytes())
             who = f"rank {record.get('rank', '?')} ({record.get('role', '?')}, {record.get('host', '?')}) in phase "
             who = "" if record.get("rank") == -1 else f"{who}{record.get('phase', '?')!r}: "
+            stacks = sorted(int(rank) for rank in record.get("stacks", {}))
+            holds = f" (with the stacks of {ranks_in_words(stacks)})" if stacks else ""
             sentences.append(
-                f"error in attempt {record.get('attempt', '?')}: {who}{record.get('error', 'unknown')}\n  see {path}"
+                f"error in attempt {record.get('attempt', '?')}: {who}{record.get('error', 'unknown')}\n"
+                f"  see {path}{holds}"
             )
         except (OSError, ValueError, AttributeError) as error:
             sentences.append(f"error record {path} cannot be read: {error}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
-from pekoe.pipeline.observe.status import SILENT_SECONDS
+from pekoe.pipeline.observe.waits import SILENT_SECONDS
 from pekoe.pipeline.run_directory import RunDirectory
 
 LOG_TAIL_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
 from pekoe.pipeline.observe.metrics import metrics_path, read_metrics
 from pekoe.pipeline.observe.progress import duration
-from pekoe.pipeline.observe.status import SILENT_SECONDS
+from pekoe.pipeline.observe.waits import SILENT_SECONDS
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import disk_estimate
 from pekoe.pipeline.runs.attempt_history import lives
@@ -27,6 +27,8 @@ SHOWN_FIGURES = ("reward/mean", "eval/accuracy", "train/loss", "staleness/max", 
 REASON_RECORD = ".reason.json"
 OTHER_FORMAT = re.compile(r"seal of format|schema version")
 SHOWN_NAMES = 5
+OVER_LIMIT = "over its limit"
+"""How `waits.ThreadNow.mark` calls it."""
 
 
 class Places(Protocol):
@@ -74,24 +76,48 @@ def examine_ranks(run: RunDirectory, places: Places | None, now: float) -> list[
     if beats and missing:
         findings.append(note("ranks", f"no heartbeat of rank {first_few(missing)} (of {places and places.world_size})"))
     running = [beat for beat in beats if lives(beat, now)]
-    for beat in beats:
-        findings += _rank(beat, running, now)
+    if running:
+        findings += _trouble(run, beats, running, now)
+        findings.append(ok("ranks", f"{len(running)} of {len(beats)} run: {_head_phase(running[0], now)}"))
     return findings
 
 
-def _rank(beat: HeartbeatFile, running: list[HeartbeatFile], now: float) -> list[Finding]:
-    age, item = beat.age_seconds(now), beat.heartbeat
-    who = f"rank {item.rank} ({item.role}, {item.host}, pid {item.pid})"
-    if not running or item.phase == "ended":
-        return []
-    if beat not in running:
-        text = f"{who} is gone while others run; its last phase was {item.phase!r}"
-        return [problem("ranks", text, "the world ends within seconds by itself; then look again")]
-    since = f"in phase {item.phase!r} since {duration(item.phase_seconds + age)}"
-    if age > SILENT_SECONDS:
-        text = f"{who} is silent for {age:.0f} s, {since}"
-        return [problem("ranks", text, "stopped, or its node is slow; cluster.silence_seconds ends the run by itself")]
-    return [ok("ranks", f"{who}: {since}")]
+def _trouble(
+    run: RunDirectory, beats: Sequence[HeartbeatFile], running: Sequence[HeartbeatFile], now: float
+) -> list[Finding]:
+    """Ranks that are gone while others run, silent ones, threads that use up the limit of their wait."""
+    look = f"pekoe status {run.path} --stacks (who waits for whom, and where); the run ends by itself at its limits"
+    gone = [beat for beat in beats if beat not in running and beat.heartbeat.phase != "ended"]
+    silent = [beat for beat in running if beat.age_seconds(now) > SILENT_SECONDS]
+    stalled = [
+        (thread, f"{_who(beat)} {thread.phase.who}: {thread.phase.phase}, since {seconds_text(thread)}")
+        for beat in running
+        if beat not in silent
+        for thread in threads_of(beat, now)
+        if thread.mark
+    ]
+    findings = []
+    if gone:
+        words = first_few([f"{_who(beat)} in phase {beat.heartbeat.phase!r}" for beat in gone])
+        findings.append(problem("ranks", f"gone while others run: {words}", "the world ends in seconds; look again"))
+    if silent:
+        words = first_few([f"{_who(beat)} for {beat.age_seconds(now):.0f} s" for beat in silent])
+        findings.append(problem("ranks", f"silent: {words}", look))
+    for over, kind in ((True, problem), (False, note)):
+        words = first_few([text for thread, text in stalled if (thread.mark == OVER_LIMIT) is over])
+        if words:
+            findings.append(kind("ranks", f"stalled, over {'' if over else 'half of '}the limit: {words}", look))
+    return findings
+
+
+def _who(beat: HeartbeatFile) -> str:
+    item = beat.heartbeat
+    return f"rank {item.rank} ({item.role}, {item.host}, pid {item.pid})"
+
+
+def _head_phase(beat: HeartbeatFile, now: float) -> str:
+    phase, age = beat.heartbeat.phase, beat.heartbeat.phase_seconds + beat.age_seconds(now)
+    return f"rank {beat.heartbeat.rank} in phase {phase!r} since {duration(age)}"
 
 
 def _is_of_an_earlier_attempt(path: Path) -> bool:
@@ -171,6 +197,27 @@ def _kept(
         return []
     text = f"{counted(len(gone), 'kept shard')} that the ledger names missing: {first_few(gone)}"
     return [problem("shards", text, "training does not need them any more; restore them from a copy if you do")]
+
+
+def examine_archive(run: RunDirectory, deep: bool) -> list[Finding]:
+    """Archived trajectories: `deep` reads every byte, else what says where things lie in them."""
+    from pekoe.pipeline.trajectory.archive import archive_files
+    from pekoe.pipeline.trajectory.shard import BadShard, Shard
+
+    findings, rows = [], 0
+    paths = archive_files(run)
+    for path in paths:
+        try:
+            with Shard(path) as shard:
+                rows += shard.num_rows
+                if deep:
+                    shard.verify()
+        except (BadShard, OSError) as error:
+            step = "training does not need it; restore it from a copy if you need these trajectories"
+            findings.append(problem("shards", f"{run.relative(path)} is damaged: {error}", step))
+    if paths:
+        findings.append(ok("shards", f"{rows} kept in {counted(len(paths), 'archive')}"))
+    return findings
 
 
 def examine_set_aside(run: RunDirectory) -> list[Finding]:

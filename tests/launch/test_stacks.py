@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -16,6 +18,7 @@ from worlds import Ended, StartedWorld
 
 from pekoe.pipeline.messages import STACKS_LIMIT
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
+from pekoe.pipeline.observe.stack_request import request_path, request_stacks
 from pekoe.pipeline.run_directory import RunDirectory
 
 
@@ -108,3 +111,50 @@ def test_heartbeats_tell_what_each_thread_does_and_since_when(tmp_path: Path) ->
     assert beats[0].phase_seconds < 1.0
     assert beats[0].gauges["slow/waiting_share"] == pytest.approx(1.0, abs=0.01)
     assert beats[0].gauges["quick/waiting_share"] == 0.0
+
+
+@pytest.mark.parametrize("stopped", [None, 1, 0])
+def test_status_asks_a_living_world_for_its_stacks(tmp_path: Path, stopped: int | None) -> None:
+    """Rank 0 leads the node: when it is stopped, nobody reads the request, and the command asks the processes."""
+    world = start(tmp_path, "asked", 3)
+    pids = {said["rank"]: said["pid"] for said in world.wait_until_said(3)}
+    time.sleep(1.0)
+    if stopped is not None:
+        os.kill(pids[stopped], signal.SIGSTOP)
+    began = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "-m", "pekoe.launch.cli", "status", str(world.run), "--stacks"],
+        capture_output=True, text=True, timeout=40,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    world.process.kill()
+    world.process.wait()
+    assert shown.returncode == 0, shown.stderr
+    assert "rank 1 worker waits since " in shown.stdout
+    assert " of 1800 s for tea, on rank 2" in shown.stdout
+    assert seconds < (20 if stopped == 0 else 9)
+    parts = shown.stdout.split("\nrank ")[1:]
+    stacks = {int(part[0]): part for part in parts if "Thread" in part or "no answer" in part}
+    assert sorted(stacks) == [0, 1, 2], shown.stdout
+    for rank, text in stacks.items():
+        if rank == stopped:
+            assert "is in state T (stopped)" in text
+            assert "last heartbeat" in text
+            assert "phase 'worker: waiting for tea'" in text
+        else:
+            assert "in stand_still" in text
+    files = world.run / "logs" / "0"
+    assert str(files / "stacks-rank-*.txt") in shown.stdout
+    assert len(list(files.glob("stacks-rank-?.txt"))) == (0 if stopped == 0 else 3)
+    for pid in pids.values():
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_run_that_has_ended_or_never_began_is_not_asked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no rank of this run has sent a heartbeat"):
+        request_stacks(tmp_path)
+    world = start(tmp_path, "clean")
+    assert world.finish().code == 0
+    assert request_stacks(world.run) == "no rank is alive: all have ended in order"
+    assert not request_path(RunDirectory(world.run)).exists()

@@ -25,7 +25,7 @@ from pekoe.pipeline.run_directory import RunDirectory
 OUT = os.fdopen(os.dup(1), "w")
 RUN, WHAT = Path(sys.argv[1]), sys.argv[2]
 FAST = WorldSettings(heartbeat_seconds=0.2, silence_seconds=2.0, grace_seconds=3.0, setup_seconds=20.0)
-LOGGED = ("stacks", "hold", "hold-not", "stall")
+LOGGED = ("asked", "stacks", "hold", "hold-not", "stall")
 PATIENT = WorldSettings(heartbeat_seconds=0.2)
 
 
@@ -72,7 +72,7 @@ def rank_program(reports: Reports) -> int:
     if WHAT == "import-error" and facts.rank == 1:
         import pekoe.pipeline.no_such_module  # noqa: F401
     expected = 5 if WHAT == "wrong-allocation" else facts.size
-    settings = PATIENT if WHAT in ("idle", "sleep", "deaf", "stacks") else FAST
+    settings = PATIENT if WHAT in ("idle", "sleep", "deaf", "stacks", "asked") else FAST
     if WHAT == "collect-late":
         settings = WorldSettings(heartbeat_seconds=0.2, setup_seconds=5.0)
     with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
@@ -146,6 +146,9 @@ def behave(world: World) -> int:
         ticks = itertools.count()
         world.add_watch(ProgressWatch("engine", lambda: (0.0 if victim else next(ticks), True), 2.0))
         world.add_watch(ProgressWatch("idler", lambda: (0.0, False), 0.5))
+    elif WHAT == "asked":
+        world.set_thread_phase("worker", "waiting for tea", 1800.0, [2])
+        world.start("worker", stand_still)
     elif WHAT == "phases":
         world.set_thread_phase("slow", "waiting for rank 1", 30.0, [1])
         world.add_watch(ProgressWatch("watched", lambda: (1.0, True), 60.0))
