@@ -85,7 +85,10 @@ class InferenceEngine(Protocol):
         ...
 
     def gauges(self) -> dict[str, float]:
-        """`running`, `waiting`, `tokens` sampled so far, `version`, … for heartbeats and metrics."""
+        """`running`, `waiting`, `tokens` sampled so far, `version`, … for heartbeats and metrics.
+
+        The watchdog expects `tokens` or `prefilled_tokens` to grow while there are `running` ones and `serving` is
+        not 0."""
         ...
 
     def close(self) -> None: ...

@@ -24,6 +24,8 @@ from pekoe.pipeline.rollout.group_gate import GroupGate
 from pekoe.pipeline.rollout.workflow import RejectEpisode, Workflow
 
 STOP_SECONDS = 10.0
+TICK_SECONDS = 0.5
+"""How often the loop shows that it turns."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Executor:
         self._began: dict[object, float] = {}
         self._num_done = 0
         self._num_failed = 0
+        self._ticks = 0
 
     def run(self) -> None:
         """Until `stop`. Raises a fatal error of an episode, or what an outlet raised."""
@@ -132,6 +135,10 @@ class Executor:
             "failed": float(self._num_failed),
         }
 
+    def progress(self) -> tuple[float, bool]:
+        """(a counter that grows while the loop turns, True): a workflow that blocks it makes everybody wait."""
+        return float(self._ticks), self._loop is not None
+
     def _call(self, action: Callable[[], object]) -> None:
         """On the loop as soon as it runs; dropped when it has ended."""
         with self._lock:
@@ -145,11 +152,16 @@ class Executor:
             self._loop, backlog, self._backlog = loop, self._backlog or [], None
         for action in backlog:
             loop.call_soon(action)
+        self._tick(loop)
         await self._stopped.wait()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticks += 1
+        loop.call_later(TICK_SECONDS, self._tick, loop)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

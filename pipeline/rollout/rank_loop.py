@@ -102,10 +102,15 @@ class RolloutLoop:
         self.executor: Executor | None = None
         self.is_paused = False
         self.is_asleep = False
+        self.turns = 0
         self.is_refused = False
         """The disk had no room for the open shard."""
         self.not_before = 0.0
         """When to try to publish again (monotonic seconds)."""
+
+    def progress(self) -> tuple[float, bool]:
+        """(a counter that grows while the loop turns, True)."""
+        return float(self.turns), self.executor is not None
 
     # Called by the executor on its own thread: cheap, no I/O.
 
@@ -122,6 +127,7 @@ class RolloutLoop:
         """Until StopRollout; returns its reason. Published shards stay; the open one is thrown away with its groups."""
         self.executor = executor
         while True:
+            self.turns += 1
             self.parts.set_phase("rollout")
             try:
                 _, message = self.parts.inbox.get(timeout=0.5)

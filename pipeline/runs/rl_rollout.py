@@ -59,6 +59,9 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     context.add_gauges("engine", engine.gauges)
     context.add_gauges("executor", executor.gauges)
     context.add_gauges("reward", pool.gauges)
+    context.watch("rollout", loop.progress)
+    context.watch("executor", executor.progress)
+    context.watch("engine", lambda: engine_progress(engine.gauges()))
     executor_ended = threading.Event()
 
     def run_executor() -> None:
@@ -72,6 +75,12 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     receiver.close()
     engine.close()
     return outcome
+
+
+def engine_progress(gauges: dict[str, float]) -> tuple[float, bool]:
+    """(a counter that grows with every token, has sequences to decode and may)."""
+    may_decode = gauges["running"] and gauges.get("serving", 1.0)
+    return gauges["tokens"] + gauges.get("prefilled_tokens", 0.0), bool(may_decode)
 
 
 def build_engine(context: RunContext, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:

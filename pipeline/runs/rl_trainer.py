@@ -56,6 +56,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
         set_phase("loading the checkpoint")
         load_checkpoint(context, engine)
     learner = build_learner(context, inbox, engine, sender, store, checkpoints)
+    context.watch("learner", learner.progress)
     if context.is_head:
         crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
     world.post.send(HEAD, Hello("trainer", context.start.version))

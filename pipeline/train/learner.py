@@ -113,13 +113,21 @@ class Learner:
     def __init__(self, config: RunConfig, parts: LearnerParts, num_steps: int, version: int) -> None:
         self.config, self.parts, self.num_steps, self.version = config, parts, num_steps, version
         self.rows: Rows | None = None
+        self.num_handled = 0
+        self.is_busy = False
         self.saver = Saver(parts.post, parts.head, parts.start_thread, config.recover.asynchronous)
+
+    def progress(self) -> tuple[float, bool]:
+        """(orders handled, one is being handled): for the watchdog."""
+        return float(self.num_handled), self.is_busy
 
     def run(self) -> str:
         """Until StopTrainer; returns its reason."""
         while True:
             self.parts.set_phase("waiting for the head")
+            self.is_busy = False
             _, message = self.parts.inbox.get()
+            self.num_handled, self.is_busy = self.num_handled + 1, True
             self.parts.set_phase(type(message).__name__)
             match message:
                 case Plan():
