@@ -53,12 +53,13 @@ class ProgressWatch:
     def look(self) -> None:
         now = self._clock()
         gap, self._looked = min(now - self._looked, LONGEST_GAP), now
+        was_busy = self.is_busy
         try:
             counter, self.is_busy = self._read()
         except RuntimeError:
             logger.debug("the progress of %s cannot be read", self.who, exc_info=True)
             return
-        if not self.is_busy or counter != self._counter:
+        if not (was_busy and self.is_busy) or counter != self._counter:
             self.stalled_seconds = 0.0
         else:
             self.stalled_seconds += gap
