@@ -12,51 +12,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from pekoe.pipeline import files
 from pekoe.pipeline.control.checkpoint_saves import Committed
 from pekoe.pipeline.control.dispatcher import Loss, Losses
 from pekoe.pipeline.control.step import StepRows
 from pekoe.pipeline.messages import WrittenFile
+from pekoe.pipeline.runs.spent_shards import SpentShards
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.trajectory.ledger import Entry, Ledger
-from pekoe.pipeline.trajectory.store import Store
 
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]
-
-
-class Trash(Protocol):
-    """What is done with spent shards: deleted, archived, or nothing."""
-
-    def take(self, names: Sequence[str]) -> None: ...
-    def close(self) -> None: ...
-
-
-class Deleted:
-    """Spent shards are deleted."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def take(self, names: Sequence[str]) -> None:
-        self._store.collect(names)
-
-    def close(self) -> None:
-        """Nothing waits."""
-
-
-class Kept:
-    """Spent shards stay where they are."""
-
-    def take(self, names: Sequence[str]) -> None:
-        """Nothing is done."""
-
-    def close(self) -> None:
-        """Nothing waits."""
 
 
 class Bookkeeping:
@@ -66,13 +35,16 @@ class Bookkeeping:
         self,
         ledger: Ledger,
         checkpoints: Checkpoints,
-        trash: Trash,
+        spent: SpentShards,
         take_idle_shards: Callable[[], set[str]],
         tell: Callable[[Committed], None],
         world_size: int,
+        consumed_before: Iterable[str] = (),
     ) -> None:
-        self._ledger, self._checkpoints, self._trash = ledger, checkpoints, trash
+        """`consumed_before`: shards on disk that earlier attempts have trained on."""
+        self._ledger, self._checkpoints, self._spent = ledger, checkpoints, spent
         self._take_idle_shards, self._tell, self._world_size = take_idle_shards, tell, world_size
+        self._consumed = set(consumed_before)
         self._covered: set[str] = set()
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -85,10 +57,14 @@ class Bookkeeping:
 
     def close(self, seconds: float) -> None:
         """Finishes what is under way, for at most so long."""
-        self._work.put(self._close_trash)
+        self._work.put(lambda: self._with_room(self._spent.close))
         self._work.put(None)
         if not self._ended.wait(seconds):
             logger.warning("old checkpoints and spent shards are still being removed; the next attempt goes on with it")
+
+    def spend(self, shards: Sequence[str]) -> None:
+        """Shards of earlier attempts in which nothing is open: a checkpoint covers them already."""
+        self._work.put(lambda: self._with_room(lambda: self._spent.take(shards, ())))
 
     def record_step(self, version: int, rows: StepRows, losses: Losses) -> None:
         """Durable before anything relies on it; the same again is accepted."""
@@ -99,6 +75,7 @@ class Bookkeeping:
         self._ledger.record(
             version, consumed=consumed, filtered=_entries(losses.filtered), skipped=_entries(losses.skipped)
         )
+        self._consumed.update(entry.shard for entry in consumed)
 
     def record_end(self, version: int, losses: Losses) -> None:
         self._ledger.record_end(version, _entries(losses.filtered), _entries(losses.skipped))
@@ -114,9 +91,11 @@ class Bookkeeping:
 
     def tidy(self) -> None:
         """See `CheckpointFiles`."""
-        covered, self._covered = sorted(self._covered), set()
+        consumed, unused = sorted(self._covered & self._consumed), sorted(self._covered - self._consumed)
+        self._consumed -= self._covered
+        self._covered = set()
         self._work.put(lambda: self._with_room(self._checkpoints.prune))
-        self._work.put(lambda: self._with_room(lambda: self._trash.take(covered)))
+        self._work.put(lambda: self._with_room(lambda: self._spent.take(consumed, unused)))
 
     def abandon(self, version: int) -> None:
         """See `CheckpointFiles`."""
@@ -129,9 +108,6 @@ class Bookkeeping:
             self._tell(Committed(version, str(error), files.is_full(error)))
         else:
             self._tell(Committed(version))
-
-    def _close_trash(self) -> None:
-        self._with_room(self._trash.close)
 
     def _with_room(self, work: Callable[[], object]) -> None:
         try:

@@ -45,6 +45,8 @@ class Past:
     """Its snapshot in the checkpoint; empty without one."""
     notices: tuple[Published, ...] = ()
     """Valid shards with open groups and no token newer than the start point."""
+    consumed: frozenset[str] = frozenset()
+    """Shards on disk that were trained on, whole or in part."""
     spent: tuple[str, ...] = ()
     """Shards whose groups had ended at the start point: still there, unless trajectories are not kept."""
     done: frozenset[str] = frozenset()
@@ -76,13 +78,14 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     store = Store(run)
     found = store.adoptable(version, lambda group: not cursor.is_closed(group))
     kept = {notice.path for notice in found.notices}
-    spent = consumed.intersection(store.paths()) - kept
+    trained = consumed.intersection(store.paths())
+    spent = trained - kept
     if config.rollout.keep_trajectories == "none":
         store.collect(sorted(spent.union(found.spent)))
     store.set_aside_unknown(attempt, kept | consumed)
     store.close()
     logger.info("attempt %d goes on from version %d; %d shards hold open groups", attempt, version, len(kept))
-    return Past(state, tuple(found.notices), tuple(sorted(spent)), done_at(run, version))
+    return Past(state, tuple(found.notices), frozenset(trained & kept), tuple(sorted(spent)), done_at(run, version))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

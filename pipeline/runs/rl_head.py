@@ -21,10 +21,11 @@ from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.progress import Progress
 from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.records import Float64, Int64, UInt8
-from pekoe.pipeline.runs.bookkeeping import Bookkeeping, Deleted, Kept, Trash
+from pekoe.pipeline.runs.bookkeeping import Bookkeeping
 from pekoe.pipeline.runs.context import HEAD, RunContext
 from pekoe.pipeline.runs.disk_estimate import log_estimate
 from pekoe.pipeline.runs.resume import Past, training_cursor
+from pekoe.pipeline.runs.spent_shards import spent_shards
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.trajectory.ledger import Ledger
@@ -64,11 +65,13 @@ def lead(
     books = Bookkeeping(
         Ledger(run),
         checkpoints,
-        spent_shards(context, store),
+        spent_shards(config.rollout.keep_trajectories, run, store),
         dispatcher.take_idle_shards,
         lambda message: inbox.put((HEAD, message)),
         len(context.ranks.trainer_ranks),
+        past.consumed,
     )
+    books.spend(past.spent)
     world.start("bookkeeping", books.run)
     log_estimate(
         run,
@@ -128,17 +131,6 @@ def lead(
         print(report(run), flush=True)
     except Exception:
         logger.exception("the report could not be made; the run itself has ended well (pekoe report %s)", run.path)
-
-
-def spent_shards(context: RunContext, store: Store) -> Trash:
-    """What `rollout.keep_trajectories` says of shards that a checkpoint covers."""
-    match context.config.rollout.keep_trajectories:
-        case "archive":
-            return Kept()
-        case "shards":
-            return Kept()
-        case _:
-            return Deleted(store)
 
 
 def score_rows(
