@@ -9,6 +9,7 @@ the speed of memory: it finds damage, it is no defence against forgery.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -90,30 +91,47 @@ def seal(body: bytes) -> bytes:
 
 
 def publish_sealed(path: Path, pieces: Iterable[Any]) -> int:
-    """Writes a body, piece by piece, and its seal as one file, whole or not at all; gives the size of the file.
+    """Writes a body, piece by piece, and its seal as one new file, whole or not at all; gives the size of the file.
 
-    Raises OSError when the disk refuses, and whatever `pieces` raises; then only the temporary file is removed.
+    Raises FileExistsError when the name is taken (what was published is never written again), OSError when the disk
+    refuses, and whatever `pieces` raises; then the file is not there.
     """
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "published already, never written again", str(path))
     part = files.part_name(path)
     try:
-        with files.disk.create(part) as file:
-            sealer = Sealer(partial(files.disk.write, file))
-            asked = 0
-            for piece in pieces:
-                sealer.add(piece)
-                if sealer.body_bytes - asked >= WRITE_BACK_BYTES:
-                    _begin_write_back(file.fileno(), asked, sealer.body_bytes - asked)
-                    asked = sealer.body_bytes
-            sealer.finish()
-            files.disk.sync(file.fileno())
-            size = file.tell()
-        files.disk.rename(part, path)
+        size = _write_sealed(part, pieces)
+        _rename(part, path)
+        files.disk.sync_folder(path.parent)
     except BaseException:
-        with suppress(OSError):
-            files.disk.remove(part)
+        for left in (part, path):
+            with suppress(OSError):
+                files.disk.remove(left)
         raise
-    files.disk.sync_folder(path.parent)
     return size
+
+
+def _write_sealed(part: Path, pieces: Iterable[Any]) -> int:
+    with files.disk.create(part) as file:
+        sealer = Sealer(partial(files.disk.write, file))
+        asked = 0
+        for piece in pieces:
+            sealer.add(piece)
+            if sealer.body_bytes - asked >= WRITE_BACK_BYTES:
+                _begin_write_back(file.fileno(), asked, sealer.body_bytes - asked)
+                asked = sealer.body_bytes
+        sealer.finish()
+        files.disk.sync(file.fileno())
+        return file.tell()
+
+
+def _rename(part: Path, path: Path) -> None:
+    """A network filesystem may say that a rename failed which it did: then only the new name is there."""
+    try:
+        files.disk.rename(part, path)
+    except OSError:
+        if part.exists() or not path.exists():
+            raise
 
 
 def _begin_write_back(descriptor: int, start: int, count: int) -> None:

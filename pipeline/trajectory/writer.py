@@ -77,7 +77,7 @@ class ShardWriter:
                 groups, self._groups = self._groups, []
             if not groups:
                 return None
-            path = self._folder / f"{self._next_number:06d}{SUFFIX}"
+            path = self._free_path()
             try:
                 written = self._write(path, groups)
             except BaseException:
@@ -86,6 +86,12 @@ class ShardWriter:
                 raise
             self._next_number += 1
             return Published(path=self._run.relative(path), groups=written.groups)
+
+    def _free_path(self) -> Path:
+        """A name that no shard has: not even one whose publication failed after it had become visible."""
+        while (path := self._folder / f"{self._next_number:06d}{SUFFIX}").exists():
+            self._next_number += 1
+        return path
 
     def _write(self, path: Path, groups: list[Group]) -> Written:
         try:

@@ -64,6 +64,7 @@ def test_any_groups_come_back(
     tmp_path: Path, attributes: ShardAttributes, assert_same: Same, written: list[Group], data: st.DataObject
 ) -> None:
     path = tmp_path / "000000.h5"
+    path.unlink(missing_ok=True)
     write_shard(path, written, attributes)
     expected = [(group.number, trajectory) for group in written for trajectory in group.trajectories]
     with Shard(path) as shard:
