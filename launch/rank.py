@@ -64,6 +64,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
             print(error, file=sys.stderr, flush=True)
         reports.ended(EXIT_CONFIGURATION)
         return EXIT_CONFIGURATION
+    reports.tell(grace=config.cluster.grace_seconds + config.cluster.abort_seconds)
     from pekoe.launch.allocation import place
 
     placement = place(config)

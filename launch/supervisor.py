@@ -36,6 +36,8 @@ LAUNCH_DIRECTORY = "PEKOE_LAUNCH_DIR"
 """Set by the local launcher: a private folder in which each rank's supervisor notes its pids and its end."""
 FORWARDED = (*STOP_SIGNALS, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
+EARLY_GRACE_SECONDS = 60.0
+"""From the stop signal to the end of a rank that has not read its configuration yet."""
 EXIT_LIMIT_SECONDS = 15.0
 """From the orderly end of a rank's work to the end of its process."""
 
@@ -113,7 +115,7 @@ class _Watched:
         """Ends a rank that cannot end itself: stuck in a limited phase, a peer failed meanwhile, or deaf to a stop
         signal."""
         now = time.time()
-        limit, grace = self.facts.get("limit"), self.facts.get("grace")
+        limit, grace = self.facts.get("limit"), self.facts.get("grace", EARLY_GRACE_SECONDS)
         if "ended" in self.facts:
             if now - self.phase_since > EXIT_LIMIT_SECONDS:
                 self.verdict = "its process did not leave after an orderly end"
@@ -124,7 +126,7 @@ class _Watched:
             self.stacks = self._dump()
         elif limit is not None and self._peer_failed():
             self.verdict = "another rank failed"
-        elif grace is not None and self.signalled_at is not None and now - self.signalled_at > grace:
+        elif self.signalled_at is not None and now - self.signalled_at > grace:
             self.verdict = f"not over {grace} s after the stop signal"
             self._dump()
             self.facts["ended"] = EXIT_FAILURE if self._peer_failed() else EXIT_REQUEUE

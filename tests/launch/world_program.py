@@ -71,6 +71,10 @@ def rank_program(reports: Reports) -> int:
     signals.install()
     if WHAT == "import-error" and facts.rank == 1:
         import pekoe.pipeline.no_such_module  # noqa: F401
+    if WHAT in ("slow-init", "stuck-init"):
+        reports.tell(grace=FAST.grace_seconds + FAST.abort_seconds)
+        say(rank=facts.rank, pid=os.getpid())
+        time.sleep(2.0 if facts.rank == 0 else 0.0 if WHAT == "slow-init" else 60.0)
     expected = 5 if WHAT == "wrong-allocation" else facts.size
     settings = PATIENT if WHAT in ("idle", "sleep", "deaf", "stacks", "asked") else FAST
     if WHAT == "collect-late":
@@ -126,6 +130,12 @@ def behave(world: World) -> int:
         world.serve(done)
         world.finalize(EXIT_REQUEUE)
         return EXIT_REQUEUE
+    elif WHAT in ("slow-init", "loading", "crash"):
+        say(rank=world.rank, pid=os.getpid(), joined=True)
+        world.start("learner", lambda: load_then_stop(world, done))
+        world.serve(done)
+        world.finalize(EXIT_REQUEUE)
+        return EXIT_REQUEUE
     elif WHAT == "clean":
         shared = world.share({"list": [1, 2], "from": world.rank} if world.rank == 0 else None)
         world.start("worker", lambda: (time.sleep(0.1 if victim else 1.0), done.set()))
@@ -172,6 +182,18 @@ def behave(world: World) -> int:
     say(rank=world.rank, pid=os.getpid())
     world.serve(done)
     return 0
+
+
+def load_then_stop(world: World, done: threading.Event) -> None:
+    """Looks at the signal when everything is loaded; saves unless the stop is the teardown of a world that failed."""
+    time.sleep(1.0)
+    world.stop_requested.wait()
+    time.sleep(0.5)
+    if world.peer_failed():
+        say(rank=world.rank, saves=False)
+        return
+    say(rank=world.rank, saves=True)
+    done.set()
 
 
 def step_for_ever(world: World) -> None:

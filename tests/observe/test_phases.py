@@ -1,4 +1,4 @@
-"""Phases keep each thread's own age, shares of waiting lie in [0, 1], a watch tells standing still from having no work."""
+"""Each thread's phase has its own age; shares of waiting lie in [0, 1]; watches know standing still from no work."""
 
 from __future__ import annotations
 
