@@ -283,10 +283,9 @@ class StepDone(Message, frozen=True):
 
 
 class Save(Message, frozen=True):
-    """Write a checkpoint of `version`; `state` is the controller's snapshot at the step boundary (head only)."""
+    """Write this rank's part of the checkpoint of `version`; training goes on once its state is copied."""
 
     version: int
-    state: bytes = b""
 
 
 class WrittenFile(msgspec.Struct, frozen=True, array_like=True):

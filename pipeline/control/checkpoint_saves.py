@@ -39,8 +39,9 @@ class Committed(Message, frozen=True):
 class CheckpointFiles(Protocol):
     """Where a checkpoint becomes a folder (`runs/bookkeeping.py`); each call may raise OSError."""
 
-    def begin(self, version: int) -> None:
-        """An empty folder to write into; the shards that are spent now are those that it will cover."""
+    def begin(self, version: int, state: bytes) -> None:
+        """An empty folder to write into; the shards that are spent now are those that it will cover, and `state` is the
+        controller's snapshot that goes into it."""
         ...
 
     def commit(self, version: int, written: Sequence[WrittenFile]) -> None:
@@ -93,12 +94,12 @@ class CheckpointSaves:
         assert self.in_flight is None
         self.in_flight = SaveInFlight(version, time.monotonic())
         try:
-            self.folder.begin(version)
+            self.folder.begin(version, state)
         except OSError as error:
             self._fail(str(error), files.is_full(error))
             return
         for rank in self.trainer_ranks:
-            self.post.send(rank, Save(version, state if rank == self.post.rank else b""))
+            self.post.send(rank, Save(version))
 
     def on_saved(self, source: int, message: Saved) -> None:
         """An answer of another save than the one in flight is of an abandoned one."""

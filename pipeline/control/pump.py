@@ -25,7 +25,7 @@ DRAIN = 2000
 """Messages handled before the loop looks at its conditions again."""
 TELL_SECONDS = 60.0
 SHOWN_RANKS = 8
-"""Ranks whose stacks are asked for when a wait ends without progress."""
+"""Ranks that heartbeats and texts name of those that are waited for, and whose stacks an error record shows."""
 
 
 class NoProgress(RuntimeError):
@@ -77,9 +77,8 @@ class Pump:
                 self.set_phase("control")
                 return found
             before = self.disk.describe()
-            self.set_phase(
-                f"{before}; waiting for {reason}" if before else f"waiting for {reason}", limit=limit, on=on()
-            )
+            phase = f"{before}; waiting for {reason}" if before else f"waiting for {reason}"
+            self.set_phase(phase, limit=limit, on=on()[:SHOWN_RANKS])
             self.turn(0.1)
             now = time.monotonic()
             if before:

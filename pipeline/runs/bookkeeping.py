@@ -20,7 +20,7 @@ from pekoe.pipeline.control.dispatcher import Loss, Losses
 from pekoe.pipeline.control.step import StepRows
 from pekoe.pipeline.messages import WrittenFile
 from pekoe.pipeline.runs.spent_shards import SpentShards
-from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.train.checkpoint import CONTROLLER_STATE, Checkpoints
 from pekoe.pipeline.trajectory.ledger import Entry, Ledger
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Bookkeeping:
         self._take_idle_shards, self._tell, self._world_size = take_idle_shards, tell, world_size
         self._consumed = set(consumed_before)
         self._covered: set[str] = set()
+        self._state = b""
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._ended = threading.Event()
 
@@ -80,14 +81,16 @@ class Bookkeeping:
     def record_end(self, version: int, losses: Losses) -> None:
         self._ledger.record_end(version, _entries(losses.filtered), _entries(losses.skipped))
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, state: bytes) -> None:
         """See `CheckpointFiles`."""
         self._checkpoints.begin(version)
+        self._state = state
         self._covered |= self._take_idle_shards()
 
     def commit(self, version: int, written: Sequence[WrittenFile]) -> None:
         """See `CheckpointFiles`."""
-        self._work.put(lambda: self._commit(version, tuple(written)))
+        state, self._state = self._state, b""
+        self._work.put(lambda: self._commit(version, state, tuple(written)))
 
     def tidy(self) -> None:
         """See `CheckpointFiles`."""
@@ -101,9 +104,12 @@ class Bookkeeping:
         """See `CheckpointFiles`."""
         self._checkpoints.abandon(version)
 
-    def _commit(self, version: int, written: Sequence[WrittenFile]) -> None:
+    def _commit(self, version: int, state: bytes, written: Sequence[WrittenFile]) -> None:
         try:
-            self._checkpoints.commit(version, {"world_size": self._world_size}, written)
+            with files.create(self._checkpoints.part(version) / CONTROLLER_STATE) as file:
+                file.write(state)
+            own = WrittenFile(CONTROLLER_STATE, file.num_bytes, file.digest)
+            self._checkpoints.commit(version, {"world_size": self._world_size}, [*written, own])
         except OSError as error:
             self._tell(Committed(version, str(error), files.is_full(error)))
         else:

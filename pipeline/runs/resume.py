@@ -25,8 +25,8 @@ from pekoe.pipeline.data.cursor import Cursor
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.runs.rl_trainer import CONTROLLER_STATE
 from pekoe.pipeline.runs.start import RunData, StartPoint
+from pekoe.pipeline.train.checkpoint import CONTROLLER_STATE
 from pekoe.pipeline.trajectory.archive import Archive
 from pekoe.pipeline.trajectory.ledger import Ledger
 from pekoe.pipeline.trajectory.store import Store

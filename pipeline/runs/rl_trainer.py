@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pekoe.pipeline.runs.rl import Crew
 
 logger = logging.getLogger(__name__)
-CONTROLLER_STATE = "controller.msgpack"
 
 
 def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
@@ -88,10 +87,6 @@ def build_learner(
             version=version,
         )
 
-    def other_files(state: bytes) -> dict[str, bytes]:
-        found = {rng_file(world.rank): capture_rng_state(context.device)}
-        return {**found, CONTROLLER_STATE: state} if context.is_head else found
-
     def send_weights(
         message: PublishWeights, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
@@ -110,7 +105,7 @@ def build_learner(
         send_weights=send_weights,
         check_sequences=check_sequences(config),
         checkpoint_folder=checkpoints.part,
-        other_files=other_files,
+        other_files=lambda: {rng_file(world.rank): capture_rng_state(context.device)},
         start_thread=world.start,
         export_folder=lambda path: context.run.path / path,
         set_phase=context.phase_of("learner"),

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 ENGINE = "engine"
 """The folder of a checkpoint that the trainer engine writes."""
+CONTROLLER_STATE = "controller.msgpack"
+"""The controller's snapshot, in a checkpoint."""
 LATE_SECONDS = 60.0
 """How long another node's file may take to come into view."""
 PIN_PATIENCE_SECONDS = 120.0

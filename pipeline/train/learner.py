@@ -88,9 +88,8 @@ class LearnerParts:
     check_sequences: list[list[int]]
     checkpoint_folder: Callable[[int], Path]
     """Where the checkpoint of a version is being put together; the same on all ranks."""
-    other_files: Callable[[bytes], dict[str, bytes]]
-    """What belongs into a checkpoint beside the engine, by file name: this rank's random states as they are now; on the
-    head the controller's snapshot."""
+    other_files: Callable[[], dict[str, bytes]]
+    """What belongs into a checkpoint beside the engine, by file name: this rank's random states as they are now."""
     start_thread: Callable[[str, Callable[[], None]], None]
     """Runs something beside the learner; what it raises ends the run."""
     export_folder: Callable[[str], Path]
@@ -239,7 +238,7 @@ class Learner:
         self._wait_for_saver()
         self.parts.set_phase("staging the checkpoint")
         staged = self.parts.engine.stage()
-        others = self.parts.other_files(message.state)
+        others = self.parts.other_files()
         folder = self.parts.checkpoint_folder(message.version)
         stage_seconds = time.monotonic() - began
         self.saver.begin(StagedSave(message.version, folder, ENGINE, staged, others, began, stage_seconds))

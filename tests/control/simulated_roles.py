@@ -110,7 +110,7 @@ class Folder:
     tell: Callable[[Message], None] = lambda message: None
     commit_error: Callable[[int], OSError | None] = lambda version: None
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, state: bytes) -> None:
         self.begun.append(version)
 
     def commit(self, version: int, written: Sequence[WrittenFile]) -> None:

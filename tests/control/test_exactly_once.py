@@ -45,8 +45,9 @@ from pekoe.pipeline.messages import (
 from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
 from pekoe.pipeline.records import Finish, Group, Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.runs.resume import CONTROLLER_STATE, go_back, training_cursor
+from pekoe.pipeline.runs.resume import go_back, training_cursor
 from pekoe.pipeline.runs.start import RunData, StartPoint
+from pekoe.pipeline.train.checkpoint import CONTROLLER_STATE
 from pekoe.pipeline.trajectory.ledger import Entry, Ledger
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.store import BadRows, Store

@@ -233,7 +233,7 @@ def learner(engine, folder, asynchronous, thread):
         add_advantages=lambda *_: None, make_loss=lambda *_: None, needs_prox_forward=False,
         transfer_error=RuntimeError, send_weights=lambda *_: None, check_sequences=[],
         checkpoint_folder=lambda version: folder / f"v{version}",
-        other_files=lambda state: {"controller": state, "rng-0": b"numbers"},
+        other_files=lambda: {"rng-0": b"numbers"},
         start_thread=thread, export_folder=lambda path: folder / path, set_phase=lambda *_, **__: None,
         set_version=lambda version: None,
     )  # fmt: skip
@@ -259,12 +259,12 @@ def scenario_learner(folder, rank, size):
     world.train(engine)
     over = StopTrainer("over")
     files.disk = slow = Slow(0.4)
-    messages = [Save(1, b"one"), RollCall(1), Save(2, b"two"), RollCall(2), over]
+    messages = [Save(1), RollCall(1), Save(2), RollCall(2), over]
     found = {"two": run_learner(engine, folder / "two", messages), "events": list(slow.events)}
     slow.events.clear()
     found["at once"] = run_learner(engine, folder / "at once", [Save(1), RollCall(1), over], asynchronous=False)
     files.disk = Refusing("write", full(), 4)
-    found["full"] = run_learner(engine, folder / "full", [Save(1), RollCall(1), Save(2, b"two"), over])
+    found["full"] = run_learner(engine, folder / "full", [Save(1), RollCall(1), Save(2), over])
     found["broken"] = broken(engine, folder / "broken")
     return found
 

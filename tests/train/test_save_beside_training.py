@@ -148,13 +148,11 @@ def test_saves_are_written_one_after_the_other_while_the_learner_answers(results
     for message in (found["two"][1], found["two"][3]):
         assert not message.error
         names = sorted(file.name for file in message.files)
-        assert names == ["controller", "engine/.metadata", "engine/__0_0.distcp", "rng-0"]
+        assert names == ["engine/.metadata", "engine/__0_0.distcp", "rng-0"]
         assert 0 < message.stage_seconds < message.seconds
         for file in message.files:
             path = folder / "two" / f"v{message.version}" / file.name
             assert complete_folder.file_hash(path) == file.blake2b
-    assert (folder / "two" / "v1" / "controller").read_bytes() == b"one"
-    assert (folder / "two" / "v2" / "controller").read_bytes() == b"two"
     assert found["two"][1].stage_seconds < 0.4, "training waits for the copy only"
     assert found["two"][3].stage_seconds > 0.4, "and for a save that is still in flight"
 
@@ -168,7 +166,7 @@ def test_a_full_disk_is_told_and_the_next_save_is_tried(results, folder):
     assert (first.version, first.disk_is_full, first.files) == (1, True, ())
     assert "planted" in first.error
     assert (second.version, second.error, second.disk_is_full) == (2, "", False)
-    assert (folder / "full" / "v2" / "controller").read_bytes() == b"two"
+    assert (folder / "full" / "v2" / "rng-0").read_bytes() == b"numbers"
 
 
 def test_a_bug_in_the_saver_is_raised_in_its_thread_and_nothing_is_told(results):
