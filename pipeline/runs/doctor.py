@@ -26,7 +26,7 @@ from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import run_files
 from pekoe.pipeline.runs.attempt_history import AttemptFacts, End, read_attempts, sentence
 from pekoe.pipeline.runs.finding import Finding, Severity, counted, first_few, note, ok, problem
-from pekoe.pipeline.runs.run_files import Places
+from pekoe.pipeline.runs.rank_health import Places, examine_ranks
 from pekoe.pipeline.runs.saved_state import (
     LedgerFacts,
     ResumePoint,
@@ -114,7 +114,7 @@ def diagnose(
     end = attempts[-1].end if attempts else End.UNHEARD
     running = end is End.RUNNING
     examine("progress", lambda: run_files.examine_metrics(run, config))
-    examine("ranks", lambda: run_files.examine_ranks(run, places, now))
+    examine("ranks", lambda: examine_ranks(run, places, now))
     start, ledger = ResumePoint(0, None), LedgerFacts()
 
     def checkpoints() -> list[Finding]:
@@ -130,6 +130,7 @@ def diagnose(
     examine("checkpoints", checkpoints)
     examine("ledger", records)
     examine("shards", lambda: run_files.examine_shards(run, config, start, ledger, deep=deep, running=running))
+    examine("shards", lambda: run_files.examine_archive(run, deep))
     examine("exports", lambda: examine_exports(run, config))
     examine("set aside", lambda: run_files.examine_set_aside(run))
     examine("files", lambda: run_files.examine_left_overs(run, running))

@@ -1,4 +1,4 @@
-"""Examines the other files of a run: shards, metrics, heartbeats, what was set aside, what was left over, the disk."""
+"""Examines the other files of a run: metrics, shards, archives, what was set aside, what was left over, the disk."""
 
 from __future__ import annotations
 
@@ -8,38 +8,21 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from pekoe.pipeline import files
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
 from pekoe.pipeline.observe.metrics import metrics_path, read_metrics
-from pekoe.pipeline.observe.progress import duration
-from pekoe.pipeline.observe.waits import SILENT_SECONDS
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import disk_estimate
-from pekoe.pipeline.runs.attempt_history import lives
 from pekoe.pipeline.runs.disk_estimate import amount
 from pekoe.pipeline.runs.finding import Finding, counted, first_few, note, ok, problem
+from pekoe.pipeline.runs.rank_health import Places
 from pekoe.pipeline.runs.saved_state import LedgerFacts, ResumePoint
 
 SHOWN_FIGURES = ("reward/mean", "eval/accuracy", "train/loss", "staleness/max", "time/step")
 REASON_RECORD = ".reason.json"
 OTHER_FORMAT = re.compile(r"seal of format|schema version")
 SHOWN_NAMES = 5
-OVER_LIMIT = "over its limit"
-"""How `waits.ThreadNow.mark` calls it."""
-
-
-class Places(Protocol):
-    """How many ranks have which role."""
-
-    @property
-    def trainer_ranks(self) -> Sequence[int]: ...
-    @property
-    def rollout_ranks(self) -> Sequence[int]: ...
-    @property
-    def world_size(self) -> int: ...
 
 
 def examine_metrics(run: RunDirectory, config: RunConfig | None) -> list[Finding]:
@@ -62,69 +45,6 @@ def examine_metrics(run: RunDirectory, config: RunConfig | None) -> list[Finding
     newest = {name: value for line in lines for name, value in line.values.items() if name in SHOWN_FIGURES}
     shown = ", ".join(f"{name} {newest[name]:.4g}" for name in SHOWN_FIGURES if name in newest)
     return [*findings, ok("progress", f"step {max(line.step for line in lines)}{of}: {shown}")]
-
-
-def examine_ranks(run: RunDirectory, places: Places | None, now: float) -> list[Finding]:
-    """Heartbeats of the newest attempt: silent ranks, damaged and missing files."""
-    beats = read_heartbeats(run)
-    findings = []
-    heard = {beat.heartbeat.rank for beat in beats}
-    for path in sorted(run.heartbeats.glob("rank-*.json")):
-        if path.stem.removeprefix("rank-") not in map(str, heard) and not _is_of_an_earlier_attempt(path):
-            findings.append(note("ranks", f"heartbeats/{path.name} cannot be read; a running rank writes it anew"))
-    missing = sorted(set(range(places.world_size if places else 0)) - heard)
-    if beats and missing:
-        findings.append(note("ranks", f"no heartbeat of rank {first_few(missing)} (of {places and places.world_size})"))
-    running = [beat for beat in beats if lives(beat, now)]
-    if running:
-        findings += _trouble(run, beats, running, now)
-        findings.append(ok("ranks", f"{len(running)} of {len(beats)} run: {_head_phase(running[0], now)}"))
-    return findings
-
-
-def _trouble(
-    run: RunDirectory, beats: Sequence[HeartbeatFile], running: Sequence[HeartbeatFile], now: float
-) -> list[Finding]:
-    """Ranks that are gone while others run, silent ones, threads that use up the limit of their wait."""
-    look = f"pekoe status {run.path} --stacks (who waits for whom, and where); the run ends by itself at its limits"
-    gone = [beat for beat in beats if beat not in running and beat.heartbeat.phase != "ended"]
-    silent = [beat for beat in running if beat.age_seconds(now) > SILENT_SECONDS]
-    stalled = [
-        (thread, f"{_who(beat)} {thread.phase.who}: {thread.phase.phase}, since {seconds_text(thread)}")
-        for beat in running
-        if beat not in silent
-        for thread in threads_of(beat, now)
-        if thread.mark
-    ]
-    findings = []
-    if gone:
-        words = first_few([f"{_who(beat)} in phase {beat.heartbeat.phase!r}" for beat in gone])
-        findings.append(problem("ranks", f"gone while others run: {words}", "the world ends in seconds; look again"))
-    if silent:
-        words = first_few([f"{_who(beat)} for {beat.age_seconds(now):.0f} s" for beat in silent])
-        findings.append(problem("ranks", f"silent: {words}", look))
-    for over, kind in ((True, problem), (False, note)):
-        words = first_few([text for thread, text in stalled if (thread.mark == OVER_LIMIT) is over])
-        if words:
-            findings.append(kind("ranks", f"stalled, over {'' if over else 'half of '}the limit: {words}", look))
-    return findings
-
-
-def _who(beat: HeartbeatFile) -> str:
-    item = beat.heartbeat
-    return f"rank {item.rank} ({item.role}, {item.host}, pid {item.pid})"
-
-
-def _head_phase(beat: HeartbeatFile, now: float) -> str:
-    phase, age = beat.heartbeat.phase, beat.heartbeat.phase_seconds + beat.age_seconds(now)
-    return f"rank {beat.heartbeat.rank} in phase {phase!r} since {duration(age)}"
-
-
-def _is_of_an_earlier_attempt(path: Path) -> bool:
-    try:
-        return "attempt" in json.loads(path.read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def examine_shards(

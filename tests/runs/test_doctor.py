@@ -116,8 +116,7 @@ def test_a_run_under_way_is_running_and_then_stopped(tmp_path: Path, tiny_model:
     wait_for_step(path, 3, process)
     diagnosis = examine(path)
     found(diagnosis, "attempts", "attempt 0 .*still running")
-    found(diagnosis, "ranks", "^rank 0 .*in phase ")
-    found(diagnosis, "ranks", "^rank 1 .*in phase ")
+    found(diagnosis, "ranks", "^2 of 2 run: rank 0 in phase ")
     assert not diagnosis.problems, diagnosis.text()
     process.terminate()
     assert process.wait(timeout=60) == 75
@@ -139,13 +138,35 @@ def test_a_rank_that_is_silent_while_it_runs_is_a_problem(killed: Path) -> None:
         silent = examine(killed, now=now)
         process.kill()
     found(silent, "attempts", "still running")
-    assert (
-        found(silent, "ranks", "^rank 1 .*is silent for 300 s, in phase 'rollout: idle'").severity is Severity.PROBLEM
-    )
-    assert found(silent, "ranks", "^rank 0").severity is Severity.OK
+    finding = found(silent, "ranks", r"^silent: rank 1 \(.*\) for 300 s")
+    assert finding.severity is Severity.PROBLEM
+    assert f"pekoe status {killed} --stacks" in finding.next_step
+    found(silent, "ranks", "^2 of 2 run: rank 0 in phase 'rollout: idle'")
     gone = examine(killed, now=now)
-    assert found(gone, "ranks", "^rank 1 .*is gone while others run").severity is Severity.PROBLEM
+    assert found(gone, "ranks", "^gone while others run: rank 1 .*'rollout: idle'").severity is Severity.PROBLEM
     found(examine(killed, now=now + 100), "attempts", "died without a word")
+
+
+def test_threads_that_use_up_their_limits_are_told(killed: Path) -> None:
+    (killed / "errors" / "attempt-0.json").unlink()
+    now = time.time()
+    _, item = heartbeats(killed).popitem()
+    for rank, seconds in ((0, 1000.0), (1, 1900.0)):
+        wait = {"who": "controller", "phase": "waiting for the batch", "seconds": seconds, "limit": 1800.0, "on": [1]}
+        idle = {"who": "learner", "phase": "idle", "seconds": 9000.0}
+        beat = {**item, "rank": rank, "time": now - 1, "host": "another-host", "phase": "working"}
+        beat |= {"threads": [wait, idle]}
+        (killed / "heartbeats" / f"rank-{rank}.json").write_text(json.dumps(beat))
+    diagnosis = examine(killed, now=now)
+    half = found(
+        diagnosis, "ranks", "over half of the limit: rank 0 .* controller: waiting for the batch, since 1001 s"
+    )
+    assert half.severity is Severity.NOTE
+    over = found(
+        diagnosis, "ranks", "over the limit: rank 1 .* controller: waiting for the batch, since 1901 s of 1800"
+    )
+    assert over.severity is Severity.PROBLEM
+    assert "learner" not in diagnosis.text()
 
 
 def test_an_attempt_that_vanished_died_without_a_word(killed: Path) -> None:
