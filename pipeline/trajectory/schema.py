@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,11 +49,11 @@ TEXT_COLUMNS = ("example", "info")
 
 HIGHEST_LOGPROB = 1e-4
 FINISHES = {int(finish): finish for finish in Finish}
-CHECKED_TOKENS = 1 << 17
+CHECKED_TOKENS = 1 << 16
 """Tokens whose columns are laid end to end to be checked: they stay in the processor's cache."""
 Column = npt.NDArray[Any]
 Columns = dict[str, Column]
-_decode_json = json.JSONDecoder().decode
+_decode_plain_json = msgspec.json.Decoder().decode
 _encode_json = json.JSONEncoder(default=str, ensure_ascii=False).encode
 
 
@@ -88,13 +89,27 @@ def token_column(name: str, trajectories: Sequence[Trajectory], offsets: Int64, 
 
     Pieces of about a megabyte stay in the processor's cache until they are hashed and handed to the kernel.
     """
-    field, dtype = TOKEN_COLUMNS[name]
-    room: Column = np.empty(limit, dtype)
+    lay_end_to_end = Joiner([name], limit)
     for first, end in slices_of(offsets, limit):
-        arrays = [getattr(trajectory, field) for trajectory in trajectories[first:end]]
-        size = int(offsets[end] - offsets[first])
-        out = room[:size] if size <= limit else np.empty(size, dtype)
-        yield np.concatenate(arrays, out=out, casting="unsafe")
+        yield lay_end_to_end(trajectories[first:end], int(offsets[end] - offsets[first]))[name]
+
+
+class Joiner:
+    """Lays columns of some trajectories end to end, again and again in the same memory."""
+
+    def __init__(self, names: Sequence[str], limit: int) -> None:
+        self._limit = limit
+        self._rooms: list[tuple[str, str, Column]] = [
+            (name, TOKEN_COLUMNS[name][0], np.empty(limit, TOKEN_COLUMNS[name][1])) for name in names
+        ]
+
+    def __call__(self, trajectories: Sequence[Trajectory], size: int) -> Columns:
+        """`size` tokens in all; beyond the limit they get memory of their own."""
+        columns: Columns = {}
+        for name, field, room in self._rooms:
+            out = room[:size] if size <= self._limit else np.empty(size, room.dtype)
+            columns[name] = np.concatenate([getattr(t, field) for t in trajectories], out=out, casting="unsafe")
+        return columns
 
 
 def checked_rows(trajectories: Sequence[Trajectory], numbers: Columns) -> list[Row]:
@@ -107,14 +122,10 @@ def checked_rows(trajectories: Sequence[Trajectory], numbers: Columns) -> list[R
         if [len(getattr(trajectory, field)) for trajectory in trajectories] != lengths:
             _raise_first(trajectories)
     rows: list[Row] = []
+    lay_end_to_end = Joiner(["loss_mask", "logprob", "version"], CHECKED_TOKENS)
     for first, end in slices_of(numbers["offset"], CHECKED_TOKENS):
         part = trajectories[first:end]
-        tokens = {
-            name: np.concatenate(
-                [getattr(t, TOKEN_COLUMNS[name][0]) for t in part], dtype=TOKEN_COLUMNS[name][1], casting="unsafe"
-            )
-            for name in ("loss_mask", "logprob", "version")
-        }
+        tokens = lay_end_to_end(part, sum(lengths[first:end]))
         offsets, inside = _range_of(numbers, first, end)
         if not rows_are_sound(tokens, offsets, inside):
             _raise_first(part)
@@ -159,9 +170,13 @@ def sequence_texts(groups: Sequence[Group]) -> dict[str, list[bytes]]:
     escaped, for a group must not be lost for its notes.
     """
     return {
-        "example": [_utf8(group.example).replace(b"\0", b"\\0") for group in groups for _ in group.trajectories],
+        "example": [name for group in groups for name in [_name(group.example)] * len(group.trajectories)],
         "info": [_utf8(_json_text(t.info)) for group in groups for t in group.trajectories],
     }
+
+
+def _name(text: str) -> bytes:
+    return _utf8(text).replace(b"\0", b"\\0")
 
 
 def _utf8(text: str) -> bytes:
@@ -175,6 +190,14 @@ def _json_text(info: dict[str, Any]) -> str:
         return _encode_json(info)
     except (TypeError, ValueError, RecursionError):
         return _encode_json({"unwritable": repr(info)})
+
+
+def _decode_json(info: bytes) -> Any:
+    """Python's dialect knows NaN, infinity and half surrogate pairs too, at ten times the price."""
+    try:
+        return _decode_plain_json(info)
+    except msgspec.DecodeError:
+        return json.loads(info)
 
 
 def rows_are_sound(tokens: Columns, offsets: Int64, numbers: Columns) -> bool:
@@ -210,9 +233,8 @@ def trajectories_of(tokens: Columns, offsets: Int64, numbers: Columns, infos: Se
         itertools.pairwise(offsets.tolist()), infos, *lists, strict=True
     ):
         part = slice(start, end)
-        notes = {} if info == b"{}" else _decode_json(info.decode())
         arrays = ids[part], masks[part], logprobs[part], versions[part], turns[part]
-        rows.append(Trajectory(*arrays, prompt_length, reward, FINISHES[finish], seed, sample, notes))
+        rows.append(Trajectory(*arrays, prompt_length, reward, FINISHES[finish], seed, sample, _decode_json(info)))
     if not rows_are_sound(tokens, offsets, numbers):
         _raise_first(rows)
     return rows

@@ -28,7 +28,7 @@ from pekoe.pipeline.trajectory.sealed_file import BrokenSeal, SealedFile, Sealer
 SUFFIX = ".h5"
 SLICE_TOKENS = 1 << 20
 """Tokens that are looked at together when a whole file is checked: bounds the memory of it."""
-PIECE_TOKENS = 1 << 18
+PIECE_TOKENS = 1 << 17
 """Tokens that go to the disk together."""
 NOT_THERE_YET = (errno.ENOENT, errno.ESTALE)
 
@@ -237,9 +237,11 @@ class Shard:
         n = len(offsets) - 1
         if n < 1 or offsets[0] != 0 or (np.diff(offsets) <= 0).any():
             raise ValueError("offsets do not rise from 0")
-        for name in (*schema.SEQUENCE_COLUMNS, *schema.TEXT_COLUMNS):
-            if len(sequences[name]) != n:
-                raise ValueError(f"/sequences/{name} has {len(sequences[name])} entries for {n} sequences")
+        sizes = {name: len(column) for name, column in numbers.items()}
+        sizes |= {name: len(sequences[name]) for name in schema.TEXT_COLUMNS}
+        for name, size in sizes.items():
+            if size != n:
+                raise ValueError(f"/sequences/{name} has {size} entries for {n} sequences")
         return offsets, numbers
 
     def _address(self, name: str) -> int:
@@ -261,13 +263,14 @@ class Shard:
         for row in rows:
             if not 0 <= row < self.num_rows:
                 raise BadShard(self.path, f"row {row} of {self.num_rows}")
-        found: dict[int, Trajectory] = {}
+        found: dict[int, tuple[int, Trajectory]] = {}
         with self._damage():
             for first, end in _runs(sorted(set(rows))):
                 infos = self._hdf5["sequences"]["info"][first:end]
-                trajectories = schema.trajectories_of(*self._columns(first, end), infos)
-                found.update(zip(range(first, end), trajectories, strict=True))
-        return [(int(self._numbers["group"][row]), found[row]) for row in rows]
+                trajectories = schema.trajectories_of(*self._columns(first, end), infos.tolist())
+                pairs = zip(self._numbers["group"][first:end].tolist(), trajectories, strict=True)
+                found.update(zip(range(first, end), pairs, strict=True))
+        return [found[row] for row in rows]
 
     def _columns(self, first: int, end: int) -> tuple[schema.Columns, Int64, schema.Columns]:
         """Token columns, offsets and numbers of rows first..end-1: one read per token column."""
