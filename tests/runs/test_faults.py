@@ -120,15 +120,15 @@ def test_raising_in_any_thread_ends_the_world(fault: str, root: Path, tiny_model
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        ("learner", "for the training step: version 2"),
-        ("engine", "for engines to stop at a token: version 2"),
-        ("rollout", "for (engines to stop at a token|the batch of version [12]): version [12]"),
+        ("learner", r"for the training step on rank 0: version 2"),
+        ("engine", r"for engines to stop at a token on rank 1: version 2"),
+        ("rollout", r"for (engines to stop at a token|the batch of version [12]) on rank 1: version [12]"),
     ],
 )
 def test_a_thread_that_stands_still_ends_the_world(
     where: str, reason: str, root: Path, tiny_model: Path, sums: Path
 ) -> None:
-    """The head's wait for it has a limit, and the record says what was waited for."""
+    """The head's wait for it has a limit, and the record says what was waited for, with the stacks of who did not."""
     limits = {"cluster.progress_seconds": 6, "weights.ready_seconds": 4}
     world = World(root, tiny_model, sums, total_train_epochs=100, total_train_steps=500, **limits)
     process = world.start(f"hang:{where}")
@@ -139,6 +139,9 @@ def test_a_thread_that_stands_still_ends_the_world(
     (record,) = error_records(world.path)
     assert (record["rank"], record["thread"]) == (0, "controller")
     assert re.search(f"NoProgress: waited [46] s {reason}", record["error"])
+    waited_for = "0" if where == "learner" else "1"
+    assert list(record["stacks"]) == [waited_for]
+    assert re.search(rf'Thread "[a-z-]*{where}".*\n(  .*\n)*.*in stand_still', record["stacks"][waited_for])
 
 
 @pytest.mark.timeout(200)
