@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 """Where `pipeline/` and `launch/` lie: what the snapshot copies."""
+END_NOTE = "end.json"
+"""In the folder of the attempt's logs."""
 REMOTE_SILENCE_SECONDS = 15.0
 """A rank on another host that was heard within this time is taken to be alive."""
 FIXED_KEYS = (
@@ -44,6 +46,20 @@ class Attempt:
 
     run: RunDirectory
     number: int
+
+
+def note_end(attempt: Attempt, code: int, signal: int | None) -> None:
+    """The head, before it leaves an attempt that ends in order: what `pekoe doctor` tells of it later.
+
+    `signal` stopped it; None with code 75: the job's time was over. A full disk costs the note only.
+    """
+    try:
+        files.write_json(
+            attempt.run.logs(attempt.number) / END_NOTE, {"code": code, "signal": signal, "time": time.time()}
+        )
+    except OSError as error:
+        if not files.is_full(error):
+            raise
 
 
 def attempt_began(attempt: Attempt) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pekoe.launch import environment, rank_environment
-from pekoe.launch.attempts import Attempt, RunDirectoryError, attempt_began
+from pekoe.launch.attempts import Attempt, RunDirectoryError, attempt_began, note_end
 from pekoe.launch.environment import Facts, wrong_size
 from pekoe.launch.rank_state import RankState
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
@@ -99,6 +99,8 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
             logger.info(note)
         world.ends_at = world.share(_job_end(config, facts, attempt) if world.rank == 0 else None)
         code = int(rl.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
+        if world.rank == 0:
+            note_end(attempt, code, signals.first)
         world.finalize(code)
     return code
 

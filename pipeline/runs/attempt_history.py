@@ -1,4 +1,8 @@
-"""How each attempt of a run began and ended, from what it left behind: `run.json`, error records, heartbeats, logs."""
+"""How each attempt of a run began and ended, from what it left behind.
+
+`run.json` counts it, an error record says that it failed, `logs/N/end.json` that its head left in order, heartbeats who
+lives; of an attempt without these the log is asked.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,7 @@ from pekoe.pipeline.run_directory import RunDirectory
 LOG_TAIL_BYTES = 1 << 20
 STOP = re.compile(r"signal (\d+): stopping at the next boundary")
 CUT_OFF = "after the stop signal, in phase"
-REPORT = re.compile(r"^report: ", re.M)
-"""The head's last words in a log, by which an older attempt's end is known."""
+REQUEUE = 75
 
 
 class End(enum.StrEnum):
@@ -27,7 +30,7 @@ class End(enum.StrEnum):
 
     RUNNING = "still running"
     FINISHED = "finished"
-    STOPPED = "stopped by a signal"
+    STOPPED = "stopped"
     CUT_OFF = "stopped by a signal and not over in its grace period"
     FAILED = "failed"
     DIED = "died without a word"
@@ -44,8 +47,8 @@ class AttemptFacts:
     """Seconds since 1970."""
     host: str = ""
     launcher: str = ""
-    signal: str = ""
-    """Name of the signal that stopped it."""
+    stopped_by: str = ""
+    """What stopped it: the name of a signal, or the end of the job's time."""
     record: dict[str, Any] = field(default_factory=dict)
     """Its error record, if it has one."""
 
@@ -65,8 +68,8 @@ def read_attempts(run: RunDirectory, now: float) -> list[AttemptFacts]:
         own = [beat for beat in beats if beat.attempt == number]
         record = read_record(run.errors / f"attempt-{number}.json")
         log = _tail(run.logs(number) / "rank-0.log")
-        end = _end(record is not None, own, log, now, is_last=number == last)
-        stop = STOP.search(log)
+        note = read_record(run.logs(number) / "end.json")
+        end = _end(record is not None, note, own, log, now, is_last=number == last)
         found.append(
             AttemptFacts(
                 number,
@@ -74,7 +77,7 @@ def read_attempts(run: RunDirectory, now: float) -> list[AttemptFacts]:
                 began=_number(entry.get("began")),
                 host=str(entry.get("host", "")),
                 launcher=str(entry.get("launcher", "")),
-                signal=_signal_name(int(stop[1])) if stop and end in (End.STOPPED, End.CUT_OFF) else "",
+                stopped_by=_stopped_by(note, log) if end in (End.STOPPED, End.CUT_OFF) else "",
                 record=record or {},
             )
         )
@@ -115,19 +118,29 @@ def sentence(record: dict[str, Any]) -> str:
     return f"{who} in phase {str(record.get('phase', '?'))!r}: {error}"
 
 
-def _end(failed: bool, beats: list[HeartbeatFile], log: str, now: float, is_last: bool) -> End:
+def _end(
+    failed: bool, note: dict[str, Any] | None, beats: list[HeartbeatFile], log: str, now: float, is_last: bool
+) -> End:
+    """`note`: what the head wrote when it left; None where there is none, {} for a damaged one."""
     if failed:
         return End.FAILED
     if is_last and any(lives(beat, now) for beat in beats):
         return End.RUNNING
     if CUT_OFF in log:
         return End.CUT_OFF
-    all_ended = bool(beats) and all(beat.heartbeat.phase == "ended" for beat in beats)
-    if all_ended or REPORT.search(log):
+    if note is not None:
+        return End.STOPPED if note.get("code", REQUEUE if STOP.search(log) else 0) == REQUEUE else End.FINISHED
+    if beats and all(beat.heartbeat.phase == "ended" for beat in beats):
         return End.STOPPED if STOP.search(log) else End.FINISHED
     if not beats and not log and is_last:
         return End.UNHEARD
     return End.DIED
+
+
+def _stopped_by(note: dict[str, Any] | None, log: str) -> str:
+    stop = STOP.search(log)
+    number = (note or {}).get("signal", int(stop[1]) if stop else None)
+    return _signal_name(number) if isinstance(number, int) else "the end of the job's time"
 
 
 def _recorded(run: RunDirectory) -> list[dict[str, Any]]:

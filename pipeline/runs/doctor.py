@@ -199,9 +199,9 @@ def _attempt(run: RunDirectory, config: RunConfig | None, facts: AttemptFacts, i
         case End.FINISHED:
             return ok("attempts", f"{head}finished")
         case End.STOPPED:
-            return note("attempts", f"{head}stopped by {facts.signal or 'a signal'}, in order", resume)
+            return note("attempts", f"{head}stopped by {facts.stopped_by}, in order", resume)
         case End.CUT_OFF:
-            text = f"{head}stopped by {facts.signal or 'a signal'}; it was not over in time and saved nothing then"
+            text = f"{head}stopped by {facts.stopped_by}; it was not over in time and saved nothing then"
             step = f"{resume} cluster.grace_seconds=… (longer, if the job leaves more time)" if is_last else ""
             return (problem if is_last else note)("attempts", text, step)
         case End.FAILED:

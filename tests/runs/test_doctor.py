@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -124,6 +125,12 @@ def test_a_run_under_way_is_running_and_then_stopped(tmp_path: Path, tiny_model:
     stopped = found(diagnosis, "attempts", "attempt 0 .*stopped by SIGTERM, in order")
     assert stopped.next_step == f"pekoe run --resume {path}"
     assert diagnosis.exit_code == 0, diagnosis.text()
+    note = path / "logs" / "0" / "end.json"
+    assert json.loads(note.read_text())["signal"] == signal.SIGTERM
+    note.unlink()
+    found(examine(path), "attempts", "attempt 0 .*stopped by SIGTERM, in order")
+    note.write_text(json.dumps({"code": 75, "signal": None, "time": 0.0}))
+    found(examine(path), "attempts", "attempt 0 .*stopped by the end of the job's time, in order")
 
 
 def test_a_rank_that_is_silent_while_it_runs_is_a_problem(killed: Path) -> None:
