@@ -24,6 +24,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, keys_of
 from pekoe.pipeline.config.values import build, unknown
 
+CLOCK_TIME = re.compile(r"\d+(:\d+)+")
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithm"
 
 
@@ -83,12 +84,22 @@ def read_preset(name: Any) -> DictConfig:
 
 def _parse_yaml(text: str, source: str) -> DictConfig:
     try:
-        parsed = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
+        parsed = OmegaConf.create(_keep_clock_times(text)) if text.strip() else OmegaConf.create({})
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"is not YAML: {' '.join(str(error).split())}", source) from error
     if not isinstance(parsed, DictConfig):
         raise ConfigError("is not a mapping of keys to values", source)
     return parsed
+
+
+def _keep_clock_times(text: str) -> str:
+    """`1:30:00` stays text: YAML 1.1 reads it as a number to the base of 60."""
+    tokens = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
+    for token in reversed(tokens):
+        if token.plain and CLOCK_TIME.fullmatch(token.value):
+            start, end = token.start_mark.index, token.end_mark.index
+            text = f'{text[:start]}"{text[start:end]}"{text[end:]}'
+    return text
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
@@ -103,7 +114,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
             )
             continue
         try:
-            one = OmegaConf.from_dotlist([override])
+            one = OmegaConf.from_dotlist([f"{name}={_keep_clock_times(value)}"])
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(f"{name}: {value!r} is not a YAML value: {' '.join(str(error).split())}")
             continue

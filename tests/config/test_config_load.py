@@ -295,3 +295,11 @@ def test_loading_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)
     assert float(run.stdout) < 1.5
+
+
+@pytest.mark.parametrize("text", ["1:30:00", "30:00", "1:30", "01:02:03", "1-12:30:15", "90", "1:99"])
+def test_durations_are_not_read_as_numbers_to_the_base_of_60(text: str) -> None:
+    for written in (f"cluster:\n  time_limit: {text}  # of the job\n", f"cluster: {{time_limit: {text}}}"):
+        assert from_yaml_text(written).cluster.time_limit == text
+    assert from_yaml_text("{}", [f"cluster.time_limit={text}"]).cluster.time_limit == text
+    assert from_yaml_text(to_yaml(from_yaml_text(written))).cluster.time_limit == text
