@@ -67,8 +67,10 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     ledger.set_aside_after(version)
     with MetricsWriter(run, attempt, tensorboard=config.stats_logger.tensorboard) as metrics:
         metrics.truncate_after(version)
-    for folder in (run.exports, run.eval, run.weights):
+    for folder in (run.path, run.ledger, run.metrics, run.set_aside, run.exports, run.eval, run.weights):
         _finish_moves(folder)
+    _make_room_aside(run, version)
+    for folder in (run.exports, run.eval, run.weights):
         for path in sorted(made_after(folder, version)):
             run.put_aside(path, reason)
     cursor = training_cursor(config, data)
@@ -110,6 +112,14 @@ def done_at(run: RunDirectory, version: int) -> frozenset[str]:
     if any(line.step == version and "eval/accuracy" in line.values for line in read_metrics(run)):
         done.add("evaluation")
     return frozenset(done)
+
+
+def _make_room_aside(run: RunDirectory, version: int) -> None:
+    """Of weights, which are as large as the model, only those of the last abandoned future stay set aside."""
+    if any(path.is_dir() for path in made_after(run.weights, version)):
+        for path in run.set_aside.glob(f"{run.weights.name}__v-*"):
+            if path.is_dir():
+                files.put_away(path)
 
 
 def _finish_moves(folder: Path) -> None:

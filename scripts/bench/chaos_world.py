@@ -252,7 +252,10 @@ def torment(world: ChaosWorld, kills: int, seconds: float) -> ChaosWorld:
         if not aims:
             aims = [aim for aim in AIMS if aim != "weights" or "actor.weight_update_mode" in world.overrides]
             world.rng.shuffle(aims)
-        if not world.kill_once(aims.pop()):
+        aim = aims.pop()
+        if aim == "going back" and world.attempt < 0:
+            aim = "start-up"
+        if not world.kill_once(aim):
             break
     world.finish(max(60.0, deadline - time.monotonic()))
     return world

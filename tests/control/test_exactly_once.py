@@ -359,6 +359,22 @@ class History(RuleBasedStateMachine):
             if publish:
                 self.run.publish(rank)
 
+    @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=6), with_step=st.booleans())
+    def advance(self, picks: list[int], with_step: bool) -> None:
+        """Several operations at once, so that histories get somewhere."""
+        self.run.admit()
+        for pick in picks:
+            self.finish(pick, 1, True)
+        if with_step:
+            self.step()
+
+    @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=6), with_checkpoint=st.booleans())
+    def die_with_full_shards(self, picks: list[int], with_checkpoint: bool) -> None:
+        self.advance(picks, False)
+        if with_checkpoint:
+            self.run.checkpoint()
+        self.run.crash()
+
     @rule(rank=st.sampled_from(RANKS))
     def publish(self, rank: int) -> None:
         self.run.publish(rank)
@@ -379,9 +395,10 @@ class History(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 99), how=st.sampled_from(["cut", "flip", "vanish"]))
     def damage(self, pick: int, how: str) -> None:
-        names = sorted(self.run.dispatcher.table.shards() | self.run.dispatcher.shelf.shards())
+        names = sorted(self.run.dispatcher.table.shards())
         if names:
             damage(self.run.directory.path / names[pick % len(names)], how)
+            self.step()
 
     @rule()
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""Real kills at random instants of tiny runs: nothing is lost, nothing is trained on twice (`scripts/bench/chaos.py`)."""
+"""Real kills at random instants of tiny runs: nothing is lost or trained on twice (see `scripts/bench/chaos.py`)."""
 
 from __future__ import annotations
 
