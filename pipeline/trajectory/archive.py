@@ -43,6 +43,8 @@ PIECE_TOKENS = 1 << 20
 MOST_SOURCES = 4096
 """Shards in one file: bounds what is remembered of them while it is written."""
 RETRY_SECONDS = 60.0
+UNWEIGHED = -1
+"""In place of a size: whether an archive holds the shard already, and how large it is, is still to be looked up."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Archive:
         """Spent shards, by path relative to the run directory; they lie there until an archive holds them."""
         with self._changed:
             for name in names:
-                self._waiting.setdefault(name, -1)
+                self._waiting.setdefault(name, UNWEIGHED)
             self._start()
             self._changed.notify_all()
 
@@ -163,15 +165,15 @@ class Archive:
                     self._changed.wait(pause if pause > 0 and self._waiting else None)
                 if self._closing:
                     return
-                names = list(self._waiting)
             try:
-                self._archive(names)
+                self._archive()
             except BadShard as error:
                 self._drop_damaged(self._run.relative(error.path), error.reason)
             except OSError as error:
                 kind = "the disk is full" if files.is_full(error) else str(error)
                 logger.warning("spent shards stay where they are, the archive tries again later: %s", kind)
                 with self._changed:
+                    self._waiting = dict.fromkeys(self._waiting, UNWEIGHED)
                     self._not_before = time.monotonic() + self._retry_seconds
                     self._flushing = False
                     self._changed.notify_all()
@@ -181,13 +183,10 @@ class Archive:
         if not self._waiting or time.monotonic() < self._not_before:
             return False
         weights = self._waiting.values()
-        return self._flushing or min(weights) < 0 or sum(weights) >= self._target_bytes
+        return self._flushing or UNWEIGHED in weights or sum(weights) >= self._target_bytes
 
-    def _archive(self, names: Sequence[str]) -> None:
+    def _archive(self) -> None:
         """Writes as many archives as are full, or all that is left when flushing."""
-        for name in names:
-            if not self._remove_if_held(name):
-                self._weigh(name)
         while batch := self._next_batch():
             sources = [source for name in batch if (source := self._look(name)) is not None]
             for joined in _of_one_kind(sources):
@@ -234,9 +233,14 @@ class Archive:
             self._held = {name: digest for name, digest in held.items() if name in there}
         return self._held
 
+    def _weigh_new(self) -> None:
+        with self._changed:
+            names = [name for name, size in self._waiting.items() if size == UNWEIGHED]
+        for name in names:
+            if not self._remove_if_held(name):
+                self._weigh(name)
+
     def _weigh(self, name: str) -> None:
-        if self._waiting[name] >= 0:
-            return
         try:
             size = (self._run.path / name).stat().st_size
         except FileNotFoundError:
@@ -247,11 +251,12 @@ class Archive:
 
     def _next_batch(self) -> list[str]:
         """The shards of the next file; nothing while there are too few of them."""
+        self._weigh_new()
         with self._changed:
             batch: list[str] = []
             size = 0
             for name, weight in self._waiting.items():
-                if weight < 0 or size >= self._target_bytes or len(batch) == MOST_SOURCES:
+                if weight == UNWEIGHED or size >= self._target_bytes or len(batch) == MOST_SOURCES:
                     break
                 batch.append(name)
                 size += weight

@@ -112,21 +112,25 @@ class Joiner:
         return columns
 
 
+def check_lengths(trajectories: Sequence[Trajectory]) -> None:
+    """Raises ValueError for the first trajectory whose arrays differ in length, or that has nothing but a prompt."""
+    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    for field, _ in TOKEN_COLUMNS.values():
+        if [len(getattr(trajectory, field)) for trajectory in trajectories] != lengths or min(lengths) < 2:
+            _raise_first(trajectories)
+
+
 def checked_rows(trajectories: Sequence[Trajectory], numbers: Columns) -> list[Row]:
     """What the head is told of the rows; raises ValueError for the first trajectory that is not sound.
 
-    `numbers` are the numeric columns of /sequences.
+    `numbers` are the numeric columns of /sequences; lengths were checked before.
     """
-    lengths = [len(trajectory.tokens) for trajectory in trajectories]
-    for field, _ in TOKEN_COLUMNS.values():
-        if [len(getattr(trajectory, field)) for trajectory in trajectories] != lengths:
-            _raise_first(trajectories)
     rows: list[Row] = []
     lay_end_to_end = Joiner(["loss_mask", "logprob", "version"], CHECKED_TOKENS)
     for first, end in slices_of(numbers["offset"], CHECKED_TOKENS):
         part = trajectories[first:end]
-        tokens = lay_end_to_end(part, sum(lengths[first:end]))
         offsets, inside = _range_of(numbers, first, end)
+        tokens = lay_end_to_end(part, int(offsets[-1]))
         if not rows_are_sound(tokens, offsets, inside):
             _raise_first(part)
         rows += notice_rows(tokens, offsets, inside, first)
@@ -269,5 +273,6 @@ def gather_rows(rows: Sequence[Row], numbers: Columns) -> tuple[PublishedGroup, 
 
 def notice_groups(groups: Sequence[Group]) -> tuple[PublishedGroup, ...]:
     """What the head is told of a shard that holds these groups in this order."""
-    numbers = sequence_arrays(groups)
-    return gather_rows(checked_rows([trajectory for _, trajectory in rows_of(groups)], numbers), numbers)
+    trajectories, numbers = [trajectory for _, trajectory in rows_of(groups)], sequence_arrays(groups)
+    check_lengths(trajectories)
+    return gather_rows(checked_rows(trajectories, numbers), numbers)

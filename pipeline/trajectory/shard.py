@@ -70,31 +70,43 @@ def write_shard(path: Path, groups: Sequence[Group], attributes: ShardAttributes
     """
     if not any(group.trajectories for group in groups):
         raise ValueError(f"shard {path}: no trajectory to write")
-    pieces, notice = _encode(groups, attributes)
-    return Written(publish_sealed(path, pieces), notice)
+    body = ShardBody(groups, attributes)
+    size = publish_sealed(path, body.pieces())
+    return Written(size, body.notice())
 
 
 def encode_shard(groups: Sequence[Group], attributes: ShardAttributes) -> bytes:
     """The bytes of a sealed shard; equal input gives equal bytes."""
     image = io.BytesIO()
     sealer = Sealer(image.write)
-    for piece in _encode(groups, attributes)[0]:
+    for piece in ShardBody(groups, attributes).pieces():
         sealer.add(piece)
     sealer.finish()
     return image.getvalue()
 
 
-def _encode(groups: Sequence[Group], attributes: ShardAttributes) -> tuple[Iterator[Any], tuple[PublishedGroup, ...]]:
-    """The body of the file piece by piece, and the notice; raises ValueError for an unsound trajectory."""
-    trajectories = [trajectory for _, trajectory in schema.rows_of(groups)]
-    numbers = schema.sequence_arrays(groups)
-    rows = schema.checked_rows(trajectories, numbers)
-    layout = shard_layout(attributes, numbers, schema.sequence_texts(groups))
+class ShardBody:
+    """What is sealed: the bytes of groups as HDF5, piece by piece."""
 
-    def column(name: str) -> Iterator[Any]:
-        return schema.token_column(name.removeprefix("tokens/"), trajectories, numbers["offset"], PIECE_TOKENS)
+    def __init__(self, groups: Sequence[Group], attributes: ShardAttributes) -> None:
+        self._trajectories = [trajectory for _, trajectory in schema.rows_of(groups)]
+        schema.check_lengths(self._trajectories)
+        self._numbers = schema.sequence_arrays(groups)
+        self._layout = shard_layout(attributes, self._numbers, schema.sequence_texts(groups))
+        self._rows: list[Row] = []
 
-    return layout.pieces(column), schema.gather_rows(rows, numbers)
+    def pieces(self) -> Iterator[Any]:
+        """Raises ValueError for an unsound trajectory, at the end: the kernel writes while the rows are checked."""
+        yield from self._layout.pieces(self._column)
+        self._rows = schema.checked_rows(self._trajectories, self._numbers)
+
+    def _column(self, path: str) -> Iterator[Any]:
+        name = path.removeprefix("tokens/")
+        return schema.token_column(name, self._trajectories, self._numbers["offset"], PIECE_TOKENS)
+
+    def notice(self) -> tuple[PublishedGroup, ...]:
+        """What the head is told, once all pieces were asked for."""
+        return schema.gather_rows(self._rows, self._numbers)
 
 
 def shard_layout(

@@ -269,7 +269,7 @@ def measure(quick: bool, folder: Path) -> dict[str, float]:
     groups = make_groups(num_groups, 1000)
     check_formats(groups[:8], folder)
     figures = compare_with_plain(groups, rounds, folder)
-    figures |= compare_formats(groups[: num_groups // 4], 3, folder)
+    figures |= compare_formats(groups, 3, folder)
     figures |= amplification(groups, folder)
     figures["files_per_million_tokens"] = files_per_million_tokens(groups, folder)
     short = make_groups(8 * num_groups, 100)
