@@ -28,12 +28,12 @@ class Pin:
 
     def hold(self, version: int) -> None:
         """Names the version, or says again that it is still being read."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self._path.parent)
         self._beat += 1
         files.write_bytes(self._path, json.dumps({"version": version, "beat": self._beat}).encode())
 
     def release(self) -> None:
-        self._path.unlink(missing_ok=True)
+        files.remove(self._path)
 
 
 class Pins:

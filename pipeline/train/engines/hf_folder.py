@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,8 @@ class HfFolderWriter:
     def _write_shard(self) -> None:
         from safetensors.torch import save_file
 
-        held = self._held
-        files.write_with(
-            self.part / self._file(self._number), lambda path: save_file(held, path, metadata={"format": "pt"})
-        )
+        write = partial(save_file, self._held, metadata={"format": "pt"})
+        files.write_with(self.part / self._file(self._number), write)
         self._held = {}
         self._number += 1
 
