@@ -71,10 +71,12 @@ class RankState:
             self.phase_since = time.monotonic()
         self.reports.tell(phase=phase)
 
-    def set_thread_phase(self, who: str, phase: str, limit: float | None, on: Sequence[int]) -> None:
-        """What one thread does, for how many seconds at most, and on which ranks it waits."""
+    def set_thread_phase(
+        self, who: str, phase: str, limit: float | None, on: Sequence[int], moved: float | None
+    ) -> None:
+        """What one thread does, for how many seconds at most, on which ranks it waits, when it got on last."""
         with self._order:
-            self.set_phase(self.threads.set(who, phase, limit, on))
+            self.set_phase(self.threads.set(who, phase, limit, on, moved))
 
     def set_run(self, run: RunDirectory, attempt: int, log: str = "") -> None:
         """From now on a failure is recorded in this run directory; `log` is relative to it."""

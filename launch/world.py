@@ -168,9 +168,12 @@ class World:
         """What this rank is doing now, for heartbeats and error records; any thread."""
         self.state.set_phase(phase)
 
-    def set_thread_phase(self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = ()) -> None:
-        """What one thread is doing now, for how many seconds at most, and on which ranks it waits."""
-        self.state.set_thread_phase(who, phase, limit, on)
+    def set_thread_phase(
+        self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
+    ) -> None:
+        """What one thread is doing now, for how many seconds at most (without progress since `moved`, monotonic, where
+        given), and on which ranks it waits."""
+        self.state.set_thread_phase(who, phase, limit, on, moved)
 
     def set_version(self, version: int) -> None:
         """Version of the weights that this rank holds."""

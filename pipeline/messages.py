@@ -361,9 +361,11 @@ class ThreadPhase(msgspec.Struct, frozen=True):
     seconds: float
     """Since it began (its own clock)."""
     limit: float | None = None
-    """Seconds after which somebody ends the run; None: nobody does."""
+    """Seconds without progress after which somebody ends the run; None: nobody does."""
     on: tuple[int, ...] = ()
     """Ranks that it waits for."""
+    quiet: float | None = None
+    """Seconds without progress, where that is not `seconds`."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -78,7 +78,7 @@ class Pump:
                 return found
             before = self.disk.describe()
             phase = f"{before}; waiting for {reason}" if before else f"waiting for {reason}"
-            self.set_phase(phase, limit=limit, on=on()[:SHOWN_RANKS])
+            self.set_phase(phase, limit=limit, on=on()[:SHOWN_RANKS], moved=self.last_progress)
             self.turn(0.1)
             now = time.monotonic()
             if before:

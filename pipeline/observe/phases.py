@@ -17,8 +17,11 @@ WAIT = "waiting"
 class SetPhase(Protocol):
     """Says what a thread does now. Repeating a phase keeps its age; its limit and `on` may change meanwhile."""
 
-    def __call__(self, phase: str, *, limit: float | None = None, on: Sequence[int] = ()) -> None:
-        """`limit` in seconds: after it somebody ends the run; `on`: the ranks that it waits for."""
+    def __call__(
+        self, phase: str, *, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
+    ) -> None:
+        """`limit` in seconds: after it somebody ends the run; `on`: the ranks that it waits for; `moved`: when there
+        was progress last (`time.monotonic()`), from which the limit counts; else it counts from the phase's beginning."""
         ...
 
 
@@ -28,6 +31,7 @@ class _Thread:
     since: float
     limit: float | None
     on: tuple[int, ...]
+    moved: float | None = None
     waited: float = 0.0
     """Seconds in waits that are over, since the shares were last asked for."""
 
@@ -41,18 +45,20 @@ class ThreadPhases:
         self._threads: dict[str, _Thread] = {}
         self._asked = clock()
 
-    def set(self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = ()) -> str:
+    def set(
+        self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
+    ) -> str:
         """Returns what all threads do, in one line."""
         with self._lock:
             now = self._clock()
             thread = self._threads.get(who)
             if thread is None:
-                self._threads[who] = _Thread(phase, now, limit, tuple(on))
+                self._threads[who] = _Thread(phase, now, limit, tuple(on), moved)
             else:
                 if thread.phase != phase:
                     thread.waited += self._open_wait(thread, now)
                     thread.phase, thread.since = phase, now
-                thread.limit, thread.on = limit, tuple(on)
+                thread.limit, thread.on, thread.moved = limit, tuple(on), moved
             return "; ".join(f"{name}: {thread.phase}" for name, thread in self._threads.items())
 
     def now(self) -> tuple[ThreadPhase, ...]:
@@ -60,9 +66,12 @@ class ThreadPhases:
         with self._lock:
             now = self._clock()
             return tuple(
-                ThreadPhase(who, thread.phase, round(max(0.0, now - thread.since), 3), thread.limit, thread.on)
+                ThreadPhase(
+                    who, thread.phase, _age(now, thread.since), thread.limit, thread.on,
+                    None if thread.moved is None else _age(now, max(thread.moved, thread.since)),
+                )
                 for who, thread in self._threads.items()
-            )
+            )  # fmt: skip
 
     def of(self, who: str) -> str:
         """What one thread does; empty if it has said nothing."""
@@ -86,3 +95,7 @@ class ThreadPhases:
     def _open_wait(self, thread: _Thread, now: float) -> float:
         """Seconds of the present wait that have not been counted yet."""
         return now - max(thread.since, self._asked) if thread.phase.startswith(WAIT) else 0.0
+
+
+def _age(now: float, then: float) -> float:
+    return round(max(0.0, now - then), 3)

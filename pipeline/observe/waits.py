@@ -24,14 +24,16 @@ class ThreadNow:
     beat: Heartbeat
     phase: ThreadPhase
     seconds: float
+    quiet: float
+    """Seconds without progress: what its limit counts."""
 
     @property
     def mark(self) -> str:
         """Empty, or what is said of a thread that stands long in one phase."""
         limit = self.phase.limit
-        if limit is None or self.seconds < limit / 2:
+        if limit is None or self.quiet < limit / 2:
             return ""
-        return "over its limit" if self.seconds >= limit else "over half of its limit"
+        return "over its limit" if self.quiet >= limit else "over half of its limit"
 
 
 def state_of(item: HeartbeatFile, now: float) -> str:
@@ -45,13 +47,19 @@ def threads_of(item: HeartbeatFile, now: float) -> list[ThreadNow]:
     """The threads of a rank; a rank that tells of none counts as one thread without a name."""
     beat = item.heartbeat
     phases = beat.threads or (ThreadPhase("", beat.phase, beat.phase_seconds),)
-    return [ThreadNow(beat, phase, phase.seconds + item.age_seconds(now)) for phase in phases]
+    age = item.age_seconds(now)
+    return [
+        ThreadNow(beat, phase, phase.seconds + age, (phase.seconds if phase.quiet is None else phase.quiet) + age)
+        for phase in phases
+    ]
 
 
 def seconds_text(thread: ThreadNow) -> str:
-    """`41 s of 1800 s`."""
+    """`41 s of 1800 s`, or `5000 s (41 s of 1800 s without progress)`."""
     limit = f" of {thread.phase.limit:g} s" if thread.phase.limit is not None else ""
-    return f"{thread.seconds:.0f} s{limit}"
+    if thread.phase.quiet is None or thread.quiet > thread.seconds - 1.0:
+        return f"{thread.seconds:.0f} s{limit}"
+    return f"{thread.seconds:.0f} s ({thread.quiet:.0f} s{limit} without progress)"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -55,7 +55,9 @@ class World(Protocol):
     def abort(self, error: BaseException, thread: str = "") -> None: ...
     def set_role(self, role: str) -> None: ...
     def set_phase(self, phase: str) -> None: ...
-    def set_thread_phase(self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = ()) -> None: ...
+    def set_thread_phase(
+        self, who: str, phase: str, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
+    ) -> None: ...
     def add_check(self, check: Callable[[], None]) -> None: ...
     def add_watch(self, watch: ProgressWatch) -> None: ...
     def stacks_of(self, ranks: Sequence[int], seconds: float = 2.0) -> dict[int, str]: ...
@@ -138,10 +140,12 @@ class RunContext:
 
     def phase_of(self, who: str) -> SetPhase:
         """A setter of the phase of one of this rank's threads: what it does or waits for, for how long at most
-        (`limit` in seconds), and on which ranks (`on`). Heartbeats show them all."""
+        (`limit` in seconds, without progress since `moved`), and on which ranks (`on`). Heartbeats show them all."""
 
-        def set_phase(phase: str, *, limit: float | None = None, on: Sequence[int] = ()) -> None:
-            self.world.set_thread_phase(who, phase, limit, on)
+        def set_phase(
+            phase: str, *, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
+        ) -> None:
+            self.world.set_thread_phase(who, phase, limit, on, moved)
 
         return set_phase
 

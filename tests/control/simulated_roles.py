@@ -200,7 +200,9 @@ class World:
             thread.start()
         return controller.run()
 
-    def _set_phase(self, phase: str, *, limit: float | None = None, on: Sequence[int] = ()) -> None:
+    def _set_phase(
+        self, phase: str, *, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
+    ) -> None:
         if not self.phases or self.phases[-1][0] != phase:
             self.phases.append((phase, limit, tuple(on)))
 

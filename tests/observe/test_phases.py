@@ -37,6 +37,19 @@ def test_a_change_of_one_thread_leaves_the_age_of_another() -> None:
     assert (phases.of("learner"), phases.of("nobody")) == ("training", "")
 
 
+def test_the_time_without_progress_is_told_beside_the_age() -> None:
+    clock = Clock()
+    phases = ThreadPhases(clock)
+    phases.set("a", "waiting for b", 60.0, moved=clock.now - 500)
+    clock.now += 30
+    assert (phases.now()[0].seconds, phases.now()[0].quiet) == (30.0, 30.0), "at most the age of the phase"
+    phases.set("a", "waiting for b", 60.0, moved=clock.now)
+    clock.now += 4
+    assert (phases.now()[0].seconds, phases.now()[0].quiet) == (34.0, 4.0)
+    phases.set("a", "work")
+    assert phases.now()[0].quiet is None
+
+
 def test_the_share_of_waiting_is_of_the_time_since_it_was_asked_for_last() -> None:
     clock = Clock()
     phases = ThreadPhases(clock)

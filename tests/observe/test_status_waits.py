@@ -119,3 +119,14 @@ def test_an_error_says_where_its_stacks_are(run: RunDirectory) -> None:
 )
 def test_ranks_are_told_as_spans(ranks: list[int], words: str) -> None:
     assert ranks_in_words(ranks) == words
+
+
+def test_a_long_wait_in_which_things_move_is_not_stalled(run: RunDirectory) -> None:
+    put(run, 0, ThreadPhase("controller", "waiting for the batch", 4999.0, 1800.0, (1,), 40.0))
+    put(run, 1, ThreadPhase("rollout", "rollout", 1.0, None, (), None))
+    text = status(run.path, now=NOW)
+    assert "waits since 5000 s (41 s of 1800 s without progress) for the batch, on rank 1" in text
+    assert "stalled" not in text
+    assert "limit" not in text
+    put(run, 0, ThreadPhase("controller", "waiting for the batch", 4999.0, 1800.0, (1,), 900.0))
+    assert "since 5000 s (901 s of 1800 s without progress) (over half of its limit)" in status(run.path, now=NOW)
