@@ -275,9 +275,8 @@ def stop_and_go_on(world: World, stops: list[Stop]) -> None:
 
 @pytest.mark.timeout(300)
 def test_shards_of_a_killed_run_are_adopted_on_another_allocation(root: Path, tiny_model: Path, sums: Path) -> None:
-    world = World(
-        root, tiny_model, sums, total_train_steps=6, **{"recover.freq_steps": 1, "rollout.shard_max_groups": 1}
-    )
+    overrides = {"recover.freq_steps": 1, "recover.asynchronous": "false", "rollout.shard_max_groups": 1}
+    world = World(root, tiny_model, sums, total_train_steps=6, **overrides)
     process = world.start("hold_with_ready_groups:8")
     ready = {int(group): shard for group, shard in json.loads(world.wait_for_mark("ready", process)).items()}
     assert len(ready) >= 8
