@@ -20,8 +20,10 @@ class SetPhase(Protocol):
     def __call__(
         self, phase: str, *, limit: float | None = None, on: Sequence[int] = (), moved: float | None = None
     ) -> None:
-        """`limit` in seconds: after it somebody ends the run; `on`: the ranks that it waits for; `moved`: when there
-        was progress last (`time.monotonic()`), from which the limit counts; else it counts from the phase's beginning."""
+        """`limit` in seconds: after it somebody ends the run; `on`: the ranks that it waits for.
+
+        `moved`: when there was progress last (`time.monotonic()`), from which the limit counts then.
+        """
         ...
 
 
