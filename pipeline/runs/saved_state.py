@@ -75,7 +75,8 @@ def examine_checkpoints(run: RunDirectory, deep: bool) -> tuple[list[Finding], R
         findings.append(ok("checkpoints", f"{path.name}: {what}"))
     if complete:
         step, _, path = max(complete)
-        findings.append(ok("checkpoints", f"a resumption goes on from step {step} ({path.name})"))
+        unsure = "" if deep else ", if its hashes agree, too: --deep compares them"
+        findings.append(ok("checkpoints", f"a resumption goes on from step {step} ({path.name}{unsure})"))
         return findings, ResumePoint(step, path)
     if damaged:
         findings.append(
@@ -119,7 +120,7 @@ def examine_ledger(run: RunDirectory, start: ResumePoint, is_running: bool) -> t
             note(
                 "ledger",
                 f"{counted(len(after), 'step')} after the newest checkpoint (up to {after[-1]}): a resumption sets "
-                f"them aside and goes on from step {start.step}; their groups are trained on once in what stays",
+                f"them aside and does them again from step {start.step}: in what stays nothing is trained on twice",
             )
         )
     return findings + _totals(facts), facts

@@ -64,7 +64,7 @@ def test_a_killed_run_is_told_with_its_next_step(killed: Path) -> None:
     latest = Checkpoints(RunDirectory(killed), keep=2).latest(deep=True)
     assert latest is not None
     found(diagnosis, "checkpoints", rf"a resumption goes on from step {latest[0]} \({latest[1].name}\)")
-    found(diagnosis, "ledger", rf"after the newest checkpoint .* goes on from step {latest[0]};")
+    found(diagnosis, "ledger", rf"after the newest checkpoint .* again from step {latest[0]}:")
     assert diagnosis.problems == [failed]
     assert diagnosis.exit_code == 1
 
