@@ -70,7 +70,6 @@ def write_checkpoint(checkpoints: Checkpoints, step: int, more: dict[str, bytes]
             for start in range(0, len(data), 2000):
                 file.write(data[start : start + 2000])
         written.append(WrittenFile(name, file.num_bytes, file.digest))
-    files.fsync_tree(part)
     return checkpoints.commit(step, {"rows": step}, written)
 
 
@@ -312,12 +311,14 @@ class PutAside:
         def work() -> None:
             for path in self._both(run):
                 run.put_aside(path, "a reason")
+                self.promised.append(path)
 
         return work
 
     def check(self, run: RunDirectory) -> None:
         for before, after in self._both(run).items():
             assert before.exists() + after.exists() == 1
+            assert after.exists() or before not in self.promised
         for path in run.set_aside.glob("*.reason.json"):
             assert files.read_json(path)["reason"] == "a reason"
 

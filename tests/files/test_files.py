@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from pekoe.pipeline.messages import WrittenFile
 from pekoe.pipeline.pins import Pin
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.trajectory.shard import Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from crash_scenarios import write_shard_of
 from faulty_disk import Crash, Fault, FaultyDisk, Lateness, installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,6 +249,22 @@ def test_a_folder_can_be_put_away_again_after_a_part_of_it_stayed(
     assert not list(tmp_path.glob("v-1*"))
 
 
+@pytest.mark.parametrize("at", range(6))
+def test_no_part_of_a_folder_stands_under_its_name_at_any_instant(
+    tmp_path: Path, disk: Callable[..., FaultyDisk], at: int
+) -> None:
+    files.make_folder(tmp_path / "v-1")
+    for name in ("x", "y"):
+        files.write_bytes(tmp_path / "v-1" / name, b"x")
+    failing = disk(Fault(at))
+    with suppress(Crash):
+        files.put_away(tmp_path / "v-1")
+    failing.lose_power(seed=0)
+    assert failing.dead == (at < 5), failing.operations
+    found = sorted(path.name for path in (tmp_path / "v-1").iterdir()) if (tmp_path / "v-1").exists() else None
+    assert found == (["x", "y"] if at < 2 else None)
+
+
 def test_a_replaced_folder_comes_back_after_a_crash_between_the_renames(
     tmp_path: Path, disk: Callable[..., FaultyDisk]
 ) -> None:
@@ -302,6 +321,16 @@ def test_a_reader_that_never_says_it_is_done_holds_a_folder_for_a_time_only(tmp_
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not (tmp_path / "v-1").exists()
+
+
+def test_a_thousand_trajectories_are_one_file(tmp_path: Path) -> None:
+    """Inodes are bounded by flushes and writers, not by trajectories."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    write_shard_of(run, 0, list(range(500)))
+    assert [path.name for path in run.shards.rglob("*") if path.is_file()] == ["000000.h5"]
+    with Shard(run.shards / "0-rank-1" / "000000.h5") as shard:
+        assert shard.num_rows == 1000
 
 
 def test_installed_puts_the_disk_back(tmp_path: Path) -> None:
