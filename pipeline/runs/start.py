@@ -21,6 +21,8 @@ from pekoe.pipeline.train.checkpoint import LATE_SECONDS, Checkpoint, Checkpoint
 logger = logging.getLogger(__name__)
 
 HEAD = 0
+HEAD_RETRY_SECONDS = 3.0
+"""A handle that is stale, or one failed read, on the head's node does not make a checkpoint a damaged one."""
 MAX_REASONS = 5
 """Ranks whose reasons are told of one damaged checkpoint."""
 
@@ -93,7 +95,7 @@ class HeadChoice:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._untried = iter(checkpoints.proposals())
+        self._untried = checkpoints.proposals(HEAD_RETRY_SECONDS)
         self._damaged: list[tuple[Checkpoint, str]] = []
         self._proposed: Checkpoint | None = None
 

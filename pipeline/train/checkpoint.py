@@ -107,10 +107,11 @@ class Checkpoints:
         self._begun.discard(part)
         files.put_away(part)
 
-    def proposals(self) -> Iterator[tuple[Checkpoint, str]]:
-        """Head only, newest first: each checkpoint, with what is wrong with its names and sizes (empty: nothing)."""
+    def proposals(self, retry_seconds: float = 0.0) -> Iterator[tuple[Checkpoint, str]]:
+        """Head only, newest first: each checkpoint, with what is wrong with its names and sizes (empty: nothing). Each
+        is looked at again for `retry_seconds` before it is called damaged."""
         for found in sorted(self._all(), reverse=True):
-            yield found, self._problem(found.path)
+            yield found, self._problem(found.path, retry_seconds=retry_seconds)
 
     def latest(self, deep: bool = False) -> tuple[int, Path] | None:
         """For one process: the newest complete checkpoint, verified (`deep` compares hashes too); None when there never
@@ -173,9 +174,9 @@ class Checkpoints:
         return surplus
 
     @staticmethod
-    def _problem(path: Path, deep: bool = False) -> str:
+    def _problem(path: Path, deep: bool = False, retry_seconds: float = 0.0) -> str:
         try:
-            complete_folder.verify(path, deep)
+            complete_folder.verify(path, deep, retry_seconds)
         except IncompleteFolderError as error:
             return str(error)
         return ""

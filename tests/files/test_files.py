@@ -19,12 +19,13 @@ from pekoe.pipeline import complete_folder, files
 from pekoe.pipeline.messages import WrittenFile
 from pekoe.pipeline.pins import Pin
 from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.runs.start import HeadChoice
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.trajectory.shard import Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from crash_scenarios import write_shard_of
+from crash_scenarios import write_checkpoint, write_shard_of
 from faulty_disk import Crash, Fault, FaultyDisk, Lateness, installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,22 @@ def test_the_marker_of_a_checkpoint_may_come_late(tmp_path: Path, disk: Callable
     assert complete_folder.verify_share(path, 0, 1, retry_seconds=20) == []
     disk(late=Lateness(errno.ESTALE, tries=10**9))
     assert complete_folder.verify_share(path, 0, 1, retry_seconds=0.2) != []
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT, errno.EIO])
+def test_one_failed_look_of_the_head_does_not_make_the_newest_checkpoint_a_damaged_one(
+    tmp_path: Path, disk: Callable[..., FaultyDisk], code: int
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    checkpoints = Checkpoints(run, keep=2)
+    for step in (1, 2):
+        write_checkpoint(checkpoints, step)
+    disk(late=Lateness(code, tries=2))
+    choice = HeadChoice(Checkpoints(run, keep=2, attempt=1))
+    assert choice.propose().path == "checkpoints/step-2"
+    choice.settle()
+    assert not any(run.set_aside.iterdir())
 
 
 def test_nobody_returns_before_the_writer_is_done(tmp_path: Path) -> None:
