@@ -53,6 +53,7 @@ from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.store import BadRows, Store
 from pekoe.pipeline.trajectory.writer import ShardWriter
 
+pytestmark = pytest.mark.timeout(600)
 RANKS = (1, 2)
 
 
@@ -440,7 +441,7 @@ def damage(path: Path, how: str) -> None:
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(
-    max_examples=int(os.environ.get("PEKOE_HISTORIES", "100")), stateful_step_count=50, deadline=None,
+    max_examples=int(os.environ.get("PEKOE_HISTORIES", "80")), stateful_step_count=50, deadline=None,
     suppress_health_check=list(HealthCheck), print_blob=True,
 )  # fmt: skip
 
@@ -597,3 +598,38 @@ def test_shards_that_nobody_needs_are_named_once(tmp_path: Path) -> None:
     assert len(run.dispatcher.take_idle_shards()) == 1
     assert run.dispatcher.take_idle_shards() == set()
     assert run.dispatcher.take_idle_shards() == set()
+
+
+def test_a_checkpoint_before_anything_was_admitted_again_forgets_nothing(tmp_path: Path) -> None:
+    """Neither the tries of groups in flight nor the shards that wait to be adopted."""
+    run = make_run(tmp_path, eta=1, batch=2, examples=6, epochs=1, keep_trajectories="none")
+    run.admit()
+    first, *others = sorted(run.rollout.running)
+    for group in others:
+        finish_and_publish(run, group)
+    run.reject(first, "error")
+    for _ in range(3):
+        run.checkpoint()
+        run.crash()
+    run.admit()
+    assert run.rollout.running[first][1].try_number == 1
+    assert sorted(run.dispatcher.table.ready) == others
+    assert run.dispatcher.counts["rejected_error"] == 1
+    run.finish_everything()
+    assert all(how == "consumed" for how in run.model.ends.values())
+
+
+def test_what_a_try_that_was_given_up_has_left_is_not_adopted(tmp_path: Path) -> None:
+    run = make_run(tmp_path, eta=0, batch=1, examples=2, epochs=1, keep_trajectories="shards")
+    run.admit()
+    run.drop_stale()
+    run.finish_a_cancelled_one()
+    for rank in RANKS:
+        run.publish(rank)
+    run.checkpoint()
+    run.crash()
+    run.admit()
+    assert run.rollout.running[0][1].try_number == 1
+    assert run.dispatcher.counts["adopted"] == 0
+    run.finish_everything()
+    assert [entry.try_number for record in run.ledger.read() for entry in record.consumed] == [1, 0]
