@@ -30,7 +30,7 @@ from pekoe.pipeline.trajectory.shard import (
     BadShard,
     Shard,
     SourceRows,
-    read_column,
+    read_columns,
     shard_layout,
 )
 
@@ -339,6 +339,7 @@ def _column_of(source: Source, name: str) -> Iterator[Any]:
     try:
         with SealedFile(source.path) as file:
             for start in range(0, source.num_tokens, PIECE_TOKENS):
-                yield read_column(file, source.addresses, name, start, min(start + PIECE_TOKENS, source.num_tokens))
+                end = min(start + PIECE_TOKENS, source.num_tokens)
+                yield read_columns(file, source.addresses, [name], start, end)[name]
     except (BrokenSeal, ValueError) as error:
         raise BadShard(source.path, str(error)) from error

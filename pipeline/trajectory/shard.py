@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pekoe.pipeline.messages import PublishedGroup, Row
+from pekoe.pipeline.messages import PublishedGroup
 from pekoe.pipeline.records import Group, Int64, Trajectory
 from pekoe.pipeline.trajectory import schema
 from pekoe.pipeline.trajectory.hdf5_layout import Layout, h5py, lay_out
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.sealed_file import BrokenSeal, SealedFile, Sealer, publish_sealed
+from pekoe.pipeline.trajectory.token_columns import RowFacts, TokenColumns, raise_first, rows_are_sound, slices_of
 
 SUFFIX = ".h5"
 SLICE_TOKENS = 1 << 20
 """Tokens that are looked at together when a whole file is checked: bounds the memory of it."""
-PIECE_TOKENS = 1 << 17
-"""Tokens that go to the disk together."""
 NOT_THERE_YET = (errno.ENOENT, errno.ESTALE)
 
 
@@ -89,24 +88,17 @@ class ShardBody:
     """What is sealed: the bytes of groups as HDF5, piece by piece."""
 
     def __init__(self, groups: Sequence[Group], attributes: ShardAttributes) -> None:
-        self._trajectories = [trajectory for _, trajectory in schema.rows_of(groups)]
-        schema.check_lengths(self._trajectories)
         self._numbers = schema.sequence_arrays(groups)
+        self._tokens = TokenColumns([trajectory for _, trajectory in schema.rows_of(groups)], self._numbers)
         self._layout = shard_layout(attributes, self._numbers, schema.sequence_texts(groups))
-        self._rows: list[Row] = []
 
     def pieces(self) -> Iterator[Any]:
-        """Raises ValueError for an unsound trajectory, at the end: the kernel writes while the rows are checked."""
-        yield from self._layout.pieces(self._column)
-        self._rows = schema.checked_rows(self._trajectories, self._numbers)
-
-    def _column(self, path: str) -> Iterator[Any]:
-        name = path.removeprefix("tokens/")
-        return schema.token_column(name, self._trajectories, self._numbers["offset"], PIECE_TOKENS)
+        """Raises ValueError when it comes to an unsound trajectory."""
+        return self._layout.pieces(lambda path: self._tokens.pieces(path.removeprefix("tokens/")))
 
     def notice(self) -> tuple[PublishedGroup, ...]:
         """What the head is told, once all pieces were asked for."""
-        return schema.gather_rows(self._rows, self._numbers)
+        return schema.gather_rows(self._tokens.rows(), self._numbers)
 
 
 def shard_layout(
@@ -136,14 +128,30 @@ def shard_layout(
     )
 
 
-def read_column(file: SealedFile, addresses: Mapping[str, int], name: str, start: int, end: int) -> npt.NDArray[Any]:
-    """Entries start..end-1 of a token column that begins at `addresses[name]`, verified, in memory of their own.
+def read_columns(
+    file: SealedFile, addresses: Mapping[str, int], names: Sequence[str], start: int, end: int
+) -> schema.Columns:
+    """Entries start..end-1 of token columns that begin at `addresses`, verified, in memory of their own.
 
     Raises BrokenSeal, or ValueError for entries outside of the file.
     """
-    dtype = np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<")
-    values = file.read_range(addresses[name] + start * dtype.itemsize, (end - start) * dtype.itemsize).view(dtype)
-    return values if values.flags.aligned else values.copy()
+    dtypes = [np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<") for name in names]
+    ranges = [
+        (addresses[name] + start * dtype.itemsize, (end - start) * dtype.itemsize)
+        for name, dtype in zip(names, dtypes, strict=True)
+    ]
+    found = [data.view(dtype) for data, dtype in zip(file.read_ranges(ranges), dtypes, strict=True)]
+    return {n: column if column.flags.aligned else column.copy() for n, column in zip(names, found, strict=True)}
+
+
+def _sound_rows(
+    tokens: schema.Columns, offsets: Int64, numbers: schema.Columns, infos: Sequence[bytes]
+) -> list[Trajectory]:
+    """Rows back from their columns; raises ValueError when one is not sound."""
+    trajectories = schema.trajectories_of(tokens, offsets, numbers, infos)
+    if not rows_are_sound(tokens, offsets, numbers):
+        raise_first(trajectories)
+    return trajectories
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -175,7 +183,10 @@ class Shard:
                 self._hdf5 = h5py.File(self._file, "r", locking=False)
                 self.attributes = self._read_attributes()
                 self._offsets, self._numbers = self._read_numbers()
-                self.addresses = {name: self._address(name) for name in schema.TOKEN_COLUMNS}
+                self.addresses = {
+                    name: self._address(f"tokens/{name}", dtype, self.num_tokens)
+                    for name, (_, dtype) in schema.TOKEN_COLUMNS.items()
+                }
         except BaseException:
             self._file.close()
             raise
@@ -243,27 +254,34 @@ class Shard:
         )
 
     def _read_numbers(self) -> tuple[Int64, dict[str, npt.NDArray[Any]]]:
-        sequences = self._hdf5["sequences"]
-        offsets: Int64 = sequences["offset"][:]
-        numbers = {name: sequences[name][:] for name in schema.SEQUENCE_COLUMNS}
-        n = len(offsets) - 1
+        (n,) = self._dataset("sequences/group").shape
+        offsets: Int64 = self._read_whole("sequences/offset", np.int64, n + 1)
+        numbers = {
+            name: self._read_whole(f"sequences/{name}", dtype, n) for name, dtype in schema.SEQUENCE_COLUMNS.items()
+        }
         if n < 1 or offsets[0] != 0 or (np.diff(offsets) <= 0).any():
             raise ValueError("offsets do not rise from 0")
-        sizes = {name: len(column) for name, column in numbers.items()}
-        sizes |= {name: len(sequences[name]) for name in schema.TEXT_COLUMNS}
-        for name, size in sizes.items():
-            if size != n:
-                raise ValueError(f"/sequences/{name} has {size} entries for {n} sequences")
+        for name in schema.TEXT_COLUMNS:
+            if self._dataset(f"sequences/{name}").shape != (n,):
+                raise ValueError(f"/sequences/{name} has not one entry for each of {n} sequences")
         return offsets, numbers
 
-    def _address(self, name: str) -> int:
-        """Where the entries of a token column begin in the file."""
-        column, dtype = self._hdf5["tokens"][name], np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<")
-        if column.shape != (self.num_tokens,) or column.dtype != dtype:
-            raise ValueError(f"/tokens/{name} is {column.dtype} {column.shape}, wanted {dtype} ({self.num_tokens},)")
-        address = column.id.get_offset()
-        if column.chunks is not None or address is None:
-            raise ValueError(f"/tokens/{name} is not contiguous")
+    def _dataset(self, path: str) -> Any:
+        return h5py.h5d.open(self._hdf5.id, path.encode())
+
+    def _read_whole(self, path: str, dtype: type[np.generic], length: int) -> npt.NDArray[Any]:
+        stored = np.dtype(dtype).newbyteorder("<")
+        address = self._address(path, dtype, length)
+        return self._file.read_range(address, length * stored.itemsize).view(stored)
+
+    def _address(self, path: str, dtype: type[np.generic], length: int) -> int:
+        """Where the entries of a contiguous column of this type and length begin in the file."""
+        column, wanted = self._dataset(path), np.dtype(dtype).newbyteorder("<")
+        if column.shape != (length,) or column.dtype != wanted:
+            raise ValueError(f"/{path} is {column.dtype} {column.shape}, wanted {wanted} ({length},)")
+        address = column.get_offset()
+        if address is None or column.get_storage_size() != length * wanted.itemsize:
+            raise ValueError(f"/{path} is not contiguous")
         return int(address)
 
     def group_numbers(self) -> list[int]:
@@ -279,24 +297,22 @@ class Shard:
         with self._damage():
             for first, end in _runs(sorted(set(rows))):
                 infos = self._hdf5["sequences"]["info"][first:end]
-                trajectories = schema.trajectories_of(*self._columns(first, end), infos.tolist())
+                trajectories = _sound_rows(*self._columns(first, end), infos.tolist())
                 pairs = zip(self._numbers["group"][first:end].tolist(), trajectories, strict=True)
                 found.update(zip(range(first, end), pairs, strict=True))
         return [found[row] for row in rows]
 
     def _columns(self, first: int, end: int) -> tuple[schema.Columns, Int64, schema.Columns]:
-        """Token columns, offsets and numbers of rows first..end-1: one read per token column."""
+        """Token columns, offsets and numbers of rows first..end-1: one read for each token column."""
         offsets = self._offsets[first : end + 1]
-        tokens = {
-            name: read_column(self._file, self.addresses, name, int(offsets[0]), int(offsets[-1]))
-            for name in schema.TOKEN_COLUMNS
-        }
+        names = tuple(schema.TOKEN_COLUMNS)
+        tokens = read_columns(self._file, self.addresses, names, int(offsets[0]), int(offsets[-1]))
         return tokens, offsets - offsets[0], {name: column[first:end] for name, column in self._numbers.items()}
 
     def column(self, name: str, start: int, end: int) -> npt.NDArray[Any]:
         """Entries start..end-1 of a token column, verified; raises BadShard."""
         with self._damage():
-            return read_column(self._file, self.addresses, name, start, end)
+            return read_columns(self._file, self.addresses, [name], start, end)[name]
 
     def groups(self) -> list[Group]:
         """All groups in their order."""
@@ -333,14 +349,14 @@ class Shard:
 
     def notice(self) -> tuple[PublishedGroup, ...]:
         """The groups as the notice of this shard named them; every row is read and checked."""
-        rows: list[Row] = []
-        infos = self.texts()["info"]
+        facts, infos = RowFacts(), self.texts()["info"]
         with self._damage():
-            for first, end in schema.slices_of(self._offsets, SLICE_TOKENS):
-                columns = self._columns(first, end)
-                schema.trajectories_of(*columns, infos[first:end])
-                rows += schema.notice_rows(*columns, first)
-        return schema.gather_rows(rows, self._numbers)
+            for first, end in slices_of(self._offsets, SLICE_TOKENS):
+                tokens, offsets, numbers = self._columns(first, end)
+                _sound_rows(tokens, offsets, numbers, infos[first:end])
+                facts.add_mask(tokens["loss_mask"] != 0, offsets)
+                facts.add_versions(tokens["version"], offsets[:-1])
+        return schema.gather_rows(facts.rows(self._numbers, np.diff(self._offsets)), self._numbers)
 
     def verify(self) -> tuple[PublishedGroup, ...]:
         """Reads and checks everything; gives the notice. Raises BadShard at the first fault."""

@@ -265,7 +265,7 @@ def files_per_million_tokens(groups: list[Group], folder: Path) -> float:
 
 
 def measure(quick: bool, folder: Path) -> dict[str, float]:
-    num_groups, rounds = (128, 9) if quick else (256, 25)
+    num_groups, rounds = 256, 9 if quick else 25
     groups = make_groups(num_groups, 1000)
     check_formats(groups[:8], folder)
     figures = compare_with_plain(groups, rounds, folder)

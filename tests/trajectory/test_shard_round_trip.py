@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pekoe.pipeline.messages import PublishedGroup, Row
 from pekoe.pipeline.records import Finish, Group, Trajectory
-from pekoe.pipeline.trajectory.schema import ShardAttributes, notice_groups
+from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.shard import BadShard, Shard, encode_shard, write_shard
 
 Same = Callable[[Trajectory, Trajectory], None]
@@ -56,6 +58,29 @@ def groups(draw: st.DrawFn) -> list[Group]:
     ]
 
 
+def notice_by_hand(written: list[Group]) -> tuple[PublishedGroup, ...]:
+    """Token by token, as the words of the record say it."""
+    rows = itertools.count()
+    return tuple(
+        PublishedGroup(group.number, group.try_number, tuple(row_by_hand(next(rows), t) for t in group.trajectories))
+        for group in written
+    )
+
+
+def row_by_hand(row: int, trajectory: Trajectory) -> Row:
+    versions = [int(v) for v, active in zip(trajectory.versions, trajectory.loss_mask, strict=True) if active]
+    return Row(
+        row=row,
+        sample=trajectory.sample,
+        length=len(trajectory.tokens),
+        num_active=len(versions),
+        reward=trajectory.reward,
+        min_version=min(versions),
+        max_version=max(versions),
+        truncated=trajectory.finish == Finish.LENGTH,
+    )
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -65,10 +90,9 @@ def test_any_groups_come_back(
 ) -> None:
     path = tmp_path / "000000.h5"
     path.unlink(missing_ok=True)
-    write_shard(path, written, attributes)
+    notice = write_shard(path, written, attributes).groups
     expected = [(group.number, trajectory) for group in written for trajectory in group.trajectories]
     with Shard(path) as shard:
-        shard.verify()
         assert shard.attributes == attributes
         assert shard.num_rows == len(expected)
         assert shard.num_tokens == sum(len(trajectory.tokens) for _, trajectory in expected)
@@ -79,7 +103,7 @@ def test_any_groups_come_back(
         assert [(g.number, g.try_number, g.example) for g in shard.groups()] == [
             (g.number, g.try_number, g.example) for g in written
         ]
-        assert shard.notice() == notice_groups(written)
+        assert shard.notice() == notice == shard.verify() == notice_by_hand(written)
 
 
 def test_the_layout_is_plain_hdf5_with_the_documented_names(

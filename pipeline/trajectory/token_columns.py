@@ -1,0 +1,162 @@
+"""Token columns of many rows: laid end to end piece by piece, and checked for all rows at once.
+
+Legend: `active` [tokens] is loss_mask != 0; `offsets` [rows + 1] count from the first token of the rows that are looked
+at, `starts` are the offsets without the last. Together the checks are those of `Trajectory.check`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pekoe.pipeline.messages import Row
+from pekoe.pipeline.records import Int64, Trajectory
+from pekoe.pipeline.trajectory.schema import TOKEN_COLUMNS, Column, Columns
+
+PIECE_TOKENS = 1 << 17
+"""Tokens of one piece: it stays in the processor's cache until it is checked, hashed and handed to the kernel."""
+HIGHEST_LOGPROB = 1e-4
+
+Bools = npt.NDArray[np.bool_]
+
+
+def slices_of(offsets: Int64, limit: int) -> Iterator[tuple[int, int]]:
+    """All rows in ranges (first, end) of at most `limit` tokens, or of one row that has more."""
+    first, num_rows = 0, len(offsets) - 1
+    while first < num_rows:
+        end = max(first + 1, int(np.searchsorted(offsets, offsets[first] + limit, "right")) - 1)
+        yield first, end
+        first = end
+
+
+def numbers_are_sound(numbers: Columns, lengths: Int64) -> bool:
+    prompts = numbers["prompt_length"]
+    return bool(((prompts > 0) & (prompts < lengths)).all()) and bool(np.isfinite(numbers["reward"]).all())
+
+
+def mask_is_sound(active: Bools, starts: Int64) -> bool:
+    """Something was sampled in each row, and not its first token."""
+    return not active[starts].any() and bool(np.maximum.reduceat(active.view(np.uint8), starts).all())
+
+
+def logprobs_are_sound(logprobs: Column) -> bool:
+    """Finite and not positive; a NaN makes both comparisons false."""
+    return bool(logprobs.max() <= HIGHEST_LOGPROB and logprobs.min() > -np.inf)
+
+
+def versions_are_sound(versions: Column, active: Bools) -> bool:
+    """-1 on tokens that were given, at least 0 on sampled ones."""
+    return int(versions.min()) >= -1 and np.array_equal(versions >= 0, active)
+
+
+def rows_are_sound(tokens: Columns, offsets: Int64, numbers: Columns) -> bool:
+    """What `Trajectory.check` looks at; `tokens` are the columns of these rows only."""
+    if not numbers_are_sound(numbers, np.diff(offsets)):
+        return False
+    for first, end in slices_of(offsets, PIECE_TOKENS):
+        starts, part = offsets[first:end] - offsets[first], slice(offsets[first], offsets[end])
+        active = tokens["loss_mask"][part] != 0
+        if not (
+            mask_is_sound(active, starts)
+            and logprobs_are_sound(tokens["logprob"][part])
+            and versions_are_sound(tokens["version"][part], active)
+        ):
+            return False
+    return True
+
+
+def raise_first(trajectories: Sequence[Trajectory]) -> NoReturn:
+    """Says what is wrong with the first trajectory that is not sound."""
+    for trajectory in trajectories:
+        trajectory.check()
+    raise ValueError("a trajectory is not sound once its values have the types of the file")
+
+
+class RowFacts:
+    """What the head is told of rows, gathered column by column."""
+
+    def __init__(self) -> None:
+        self._num_active: list[int] = []
+        self._min_versions: list[int] = []
+        self._max_versions: list[int] = []
+
+    def add_mask(self, active: Bools, offsets: Int64) -> None:
+        bounds = itertools.pairwise(offsets.tolist())
+        self._num_active += [int(np.count_nonzero(active[start:end])) for start, end in bounds]
+
+    def add_versions(self, versions: Column, starts: Int64) -> None:
+        """-1, the version of a token that was given, is the highest number without a sign."""
+        self._min_versions += np.minimum.reduceat(versions.view(np.uint32), starts).tolist()
+        self._max_versions += np.maximum.reduceat(versions, starts).tolist()
+
+    def rows(self, numbers: Columns, lengths: Int64) -> list[Row]:
+        """Of rows 0, 1, …; rewards as they are stored."""
+        columns = (
+            range(len(lengths)),
+            numbers["sample"].tolist(),
+            lengths.tolist(),
+            self._num_active,
+            numbers["reward"].tolist(),
+            self._min_versions,
+            self._max_versions,
+            (numbers["truncated"] != 0).tolist(),
+        )
+        return [Row(*values) for values in zip(*columns, strict=True)]
+
+
+class TokenColumns:
+    """The columns of /tokens of some trajectories, checked as they are asked for, in the order of `TOKEN_COLUMNS`.
+
+    Raises ValueError for an unsound trajectory: its numbers at once, its tokens when their column is asked for.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], numbers: Columns) -> None:
+        self._trajectories = trajectories
+        self._numbers = numbers
+        self._offsets: Int64 = numbers["offset"]
+        self._lengths: Int64 = np.diff(self._offsets)
+        self._slices = list(slices_of(self._offsets, PIECE_TOKENS))
+        self._active: list[Bools] = []
+        self._facts = RowFacts()
+        if not numbers_are_sound(numbers, self._lengths):
+            raise_first(trajectories)
+
+    def pieces(self, name: str) -> Iterator[Column]:
+        """A column piece by piece; each piece is valid until the next is asked for."""
+        field, dtype = TOKEN_COLUMNS[name]
+        take, room = attrgetter(field), np.empty(PIECE_TOKENS, dtype)
+        lengths = self._lengths.tolist()
+        for index, (first, end) in enumerate(self._slices):
+            part = self._trajectories[first:end]
+            arrays: list[npt.NDArray[Any]] = list(map(take, part))
+            if list(map(len, arrays)) != lengths[first:end]:
+                raise_first(part)
+            size = int(self._offsets[end] - self._offsets[first])
+            out = room[:size] if size <= PIECE_TOKENS else np.empty(size, dtype)
+            piece = np.concatenate(arrays, out=out, casting="unsafe")
+            if not self._look(name, index, piece):
+                raise_first(part)
+            yield piece
+
+    def _look(self, name: str, index: int, piece: Column) -> bool:
+        first, end = self._slices[index]
+        offsets = self._offsets[first : end + 1] - self._offsets[first]
+        if name == "loss_mask":
+            self._active.append(piece != 0)
+            self._facts.add_mask(self._active[index], offsets)
+            return mask_is_sound(self._active[index], offsets[:-1])
+        if name == "logprob":
+            return logprobs_are_sound(piece)
+        if name == "version":
+            self._facts.add_versions(piece, offsets[:-1])
+            return versions_are_sound(piece, self._active[index])
+        return True
+
+    def rows(self) -> list[Row]:
+        """What the head is told, once all columns were asked for."""
+        return self._facts.rows(self._numbers, self._lengths)
