@@ -49,19 +49,9 @@ def lead(
 ) -> None:
     """The controller thread, until everybody was told to stop; `past` is what earlier attempts left for it."""
     config, world, run = context.config, context.world, context.run
-    version = context.start.version
     inbox = world.post.inbox(*INBOX_KINDS)
-    cursor = training_cursor(config, context.data)
-    dispatcher = Dispatcher(config, world.post, cursor, context.ranks.rollout_ranks, context.num_steps)
-    if past.state:
-        cursor.restore(past.state["cursor"])
-        dispatcher.restore(past.state, version)
-    if world.attempt > 0:
-        dispatcher.offer(past.notices, version)
-    metrics = MetricsWriter(run, world.attempt, tensorboard=config.stats_logger.tensorboard)
+    dispatcher = build_dispatcher(context, past)
     context.add_gauges("control", dispatcher.gauges)
-    progress = Progress(config.stats_logger.progress)
-    validation = context.data.validation
     books = Bookkeeping(
         Ledger(run),
         checkpoints,
@@ -80,49 +70,33 @@ def lead(
         num_rollouts=len(context.ranks.rollout_ranks),
         num_steps=context.num_steps,
     )
-
-    controller = Controller(
-        config,
-        ControllerParts(
-            post=world.post,
-            inbox=inbox,
-            trainer_ranks=context.ranks.trainer_ranks,
-            rollout_ranks=context.ranks.rollout_ranks,
-            colocated=context.ranks.colocated,
-            dispatcher=dispatcher,
-            weights=WeightUpdates(
-                world.post,
-                config.weights,
-                context.ranks.trainer_ranks,
-                context.ranks.rollout_ranks,
-                sender.open_epoch,
-                engine.weight_specs,
-                config.rollout.logprob_gap_limit,
-            ),
-            score=lambda rewards, groups, samples, truncated: score_rows(context, rewards, groups, samples, truncated),
-            plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
-            num_validation=0 if validation is None else len(validation),
-            record_step=books.record_step,
-            record_end=books.record_end,
-            done_before=past.done,
-            quarantine=lambda shard, reason: _quarantine(store, shard, reason),
-            checkpoints=books,
-            report=StepReport(metrics.write, progress.update),
-            stop=StopWatch(
-                world.stop_requested.is_set,
-                lambda: None if world.ends_at is None else world.ends_at - time.time(),
-                config.cluster.grace_seconds,
-                past.state.get("save_seconds"),
-            ),
-            peer_failed=world.peer_failed,
-            stacks_of=world.stacks_of,
-            set_phase=context.phase_of("controller"),
-        ),
-        context.num_steps,
-        version,
+    metrics = MetricsWriter(run, world.attempt, tensorboard=config.stats_logger.tensorboard)
+    progress = Progress(config.stats_logger.progress)
+    validation = context.data.validation
+    parts = ControllerParts(
+        post=world.post,
+        inbox=inbox,
+        trainer_ranks=context.ranks.trainer_ranks,
+        rollout_ranks=context.ranks.rollout_ranks,
+        colocated=context.ranks.colocated,
+        dispatcher=dispatcher,
+        weights=build_weight_updates(context, engine, sender),
+        score=lambda rewards, groups, samples, truncated: score_rows(context, rewards, groups, samples, truncated),
+        plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
+        num_validation=0 if validation is None else len(validation),
+        record_step=books.record_step,
+        record_end=books.record_end,
+        done_before=past.done,
+        quarantine=lambda shard, reason: _quarantine(store, shard, reason),
+        checkpoints=books,
+        report=StepReport(metrics.write, progress.update),
+        stop=build_stop_watch(context, past),
+        peer_failed=world.peer_failed,
+        stacks_of=world.stacks_of,
+        set_phase=context.phase_of("controller"),
     )
     try:
-        controller.run()
+        Controller(config, parts, context.num_steps, context.start.version).run()
         books.close(TIDY_SECONDS)
     finally:
         progress.close()
@@ -131,6 +105,42 @@ def lead(
         print(report(run), flush=True)
     except Exception:
         logger.exception("the report could not be made; the run itself has ended well (pekoe report %s)", run.path)
+
+
+def build_dispatcher(context: RunContext, past: Past) -> Dispatcher:
+    """At the beginning of the data, or where the checkpoint was, with what earlier attempts left to be adopted."""
+    cursor = training_cursor(context.config, context.data)
+    made = Dispatcher(context.config, context.world.post, cursor, context.ranks.rollout_ranks, context.num_steps)
+    if past.state:
+        cursor.restore(past.state["cursor"])
+        made.restore(past.state, context.start.version)
+    if context.world.attempt > 0:
+        made.offer(past.notices, context.start.version)
+    return made
+
+
+def build_weight_updates(context: RunContext, engine: TrainEngine, sender: WeightSender) -> WeightUpdates:
+    """From the first trainer rank to all engines."""
+    return WeightUpdates(
+        context.world.post,
+        context.config.weights,
+        context.ranks.trainer_ranks,
+        context.ranks.rollout_ranks,
+        sender.open_epoch,
+        engine.weight_specs,
+        context.config.rollout.logprob_gap_limit,
+    )
+
+
+def build_stop_watch(context: RunContext, past: Past) -> StopWatch:
+    """Hears the signals of all ranks, and knows when the job ends and how long a save took before."""
+    world = context.world
+    return StopWatch(
+        world.stop_requested.is_set,
+        lambda: None if world.ends_at is None else world.ends_at - time.time(),
+        context.config.cluster.grace_seconds,
+        past.state.get("save_seconds"),
+    )
 
 
 def score_rows(
