@@ -68,8 +68,9 @@ class Checkpoints:
         """Head only, before any rank writes: an empty folder for the step; remains of an earlier try are removed."""
         self.abandon(step)
         part = self.part(step)
-        files.make_folder(part)
+        # Before it can be seen: `prune` may be at work on another thread, and takes what is not begun for remains.
         self._begun.add(part)
+        files.make_folder(part)
         return part
 
     def part(self, step: int) -> Path:

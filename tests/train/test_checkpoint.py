@@ -208,6 +208,20 @@ def test_begun_ones_count_for_nothing_and_are_cleared_by_the_next_attempt(run):
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-4"]
 
 
+def test_a_folder_that_is_being_begun_is_never_taken_for_remains(run, monkeypatch):
+    """Old checkpoints are pruned on a thread beside the one that begins the next save."""
+    checkpoints = Checkpoints(run, keep=1)
+    save(checkpoints, 1)
+    make = files.disk.make_folder
+
+    def make_then_prune(folder: Path, mode: int = 0o777) -> None:
+        make(folder, mode)
+        checkpoints.prune()
+
+    monkeypatch.setattr(files.disk, "make_folder", make_then_prune)
+    assert checkpoints.begin(2).is_dir()
+
+
 def test_prune_keeps_enough_complete_ones_and_the_resume_point(run):
     checkpoints = Checkpoints(run, keep=2)
     for step in (9, 10, 11):
