@@ -46,6 +46,8 @@ class Bookkeeping:
         self._take_idle_shards, self._tell, self._world_size = take_idle_shards, tell, world_size
         self._consumed = set(consumed_before)
         self._covered: set[str] = set()
+        self._to_spend: tuple[set[str], set[str]] = set(), set()
+        """(consumed, unused), of the thread beside: what the disk would not let go stays here until the next try."""
         self._state = b""
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -65,7 +67,7 @@ class Bookkeeping:
 
     def spend(self, shards: Sequence[str]) -> None:
         """Shards of earlier attempts in which nothing is open: a checkpoint covers them already."""
-        self._work.put(lambda: self._with_room(lambda: self._spent.take(shards, ())))
+        self._work.put(lambda: self._spend(shards, ()))
 
     def record_step(self, version: int, rows: StepRows, losses: Losses) -> None:
         """Durable before anything relies on it; the same again is accepted."""
@@ -98,7 +100,7 @@ class Bookkeeping:
         self._consumed -= self._covered
         self._covered = set()
         self._work.put(lambda: self._with_room(self._checkpoints.prune))
-        self._work.put(lambda: self._with_room(lambda: self._spent.take(consumed, unused)))
+        self._work.put(lambda: self._spend(consumed, unused))
 
     def abandon(self, version: int) -> None:
         """See `CheckpointFiles`."""
@@ -114,6 +116,18 @@ class Bookkeeping:
             self._tell(Committed(version, str(error), files.is_full(error)))
         else:
             self._tell(Committed(version))
+
+    def _spend(self, consumed: Iterable[str], unused: Iterable[str]) -> None:
+        all_consumed, all_unused = self._to_spend
+        all_consumed.update(consumed)
+        all_unused.update(unused)
+
+        def take() -> None:
+            self._spent.take(sorted(all_consumed), sorted(all_unused))
+            all_consumed.clear()
+            all_unused.clear()
+
+        self._with_room(take)
 
     def _with_room(self, work: Callable[[], object]) -> None:
         try:

@@ -14,7 +14,7 @@ CLOSE_SECONDS = 50.0
 
 
 class SpentShards(Protocol):
-    """Each call may raise OSError: then the shards stay, and the next attempt finds them."""
+    """Each call may raise OSError: then it is made again with the same shards and more, gone ones among them."""
 
     def take(self, consumed: Sequence[str], unused: Sequence[str]) -> None:
         """`consumed`: shards that were trained on; `unused`: shards whose groups all came too late."""

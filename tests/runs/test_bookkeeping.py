@@ -1,0 +1,44 @@
+"""The thread beside the controller that removes what a checkpoint makes superfluous."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.runs.bookkeeping import Bookkeeping
+from pekoe.pipeline.train.checkpoint import Checkpoints
+from pekoe.pipeline.trajectory.ledger import Ledger
+
+
+class Stubborn:
+    """A disk that lets nothing go the first time."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Sequence[str], Sequence[str]]] = []
+
+    def take(self, consumed: Sequence[str], unused: Sequence[str]) -> None:
+        self.asked.append((consumed, unused))
+        if len(self.asked) == 1:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def close(self) -> None:
+        """Nothing waits."""
+
+
+def test_shards_that_could_not_be_removed_are_removed_with_the_next_checkpoint(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    idle = iter([{"a", "b"}, {"c"}, {"d"}])
+    spent = Stubborn()
+    books = Bookkeeping(
+        Ledger(run), Checkpoints(run, 1), spent, lambda: next(idle), lambda message: None, 1, ["a", "c"]
+    )
+    threading.Thread(target=books.run, daemon=True).start()
+    for version in (1, 2, 3):
+        books.begin(version, b"")
+        books.tidy()
+    books.close(10.0)
+    assert spent.asked == [(["a"], ["b"]), (["a", "c"], ["b"]), ([], ["d"])]
