@@ -70,26 +70,27 @@ class ShardAttributes:
     logprob_convention: str = LOGPROB_CONVENTION
 
 
-def rows_of(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
+def trajectories_in(groups: Sequence[Group]) -> list[Trajectory]:
     """The rows of a shard in their order."""
-    return [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def sequence_arrays(groups: Sequence[Group]) -> Columns:
     """Numeric columns of /sequences, [N] each, and `offset` [N+1]."""
-    rows = rows_of(groups)
-    values: dict[str, list[Any]] = {
-        "group": [group.number for group, _ in rows],
-        "try": [group.try_number for group, _ in rows],
-        "sample": [t.sample for _, t in rows],
-        "seed": [t.seed for _, t in rows],
-        "prompt_length": [t.prompt_length for _, t in rows],
-        "reward": [t.reward for _, t in rows],
-        "truncated": [t.truncated for _, t in rows],
-        "finish": [int(t.finish) for _, t in rows],
+    rows = trajectories_in(groups)
+    sizes = [len(group.trajectories) for group in groups]
+    values: dict[str, Any] = {
+        "group": np.repeat(np.array([group.number for group in groups], np.int64), sizes),
+        "try": np.repeat(np.array([group.try_number for group in groups], np.int32), sizes),
+        "sample": [t.sample for t in rows],
+        "seed": [t.seed for t in rows],
+        "prompt_length": [t.prompt_length for t in rows],
+        "reward": [t.reward for t in rows],
+        "finish": [t.finish for t in rows],
     }
-    columns: Columns = {n: np.array(values[n], dtype) for n, dtype in SEQUENCE_COLUMNS.items()}
-    columns["offset"] = np.cumsum([0, *(len(t.tokens) for _, t in rows)], dtype=np.int64)
+    values["truncated"] = [finish == Finish.LENGTH for finish in values["finish"]]
+    columns: Columns = {name: np.array(values[name], dtype) for name, dtype in SEQUENCE_COLUMNS.items()}
+    columns["offset"] = np.cumsum([0, *(len(t.tokens) for t in rows)], dtype=np.int64)
     return columns
 
 
@@ -115,7 +116,10 @@ def _utf8(text: str) -> bytes:
 
 def _json_text(info: dict[str, Any]) -> bytes:
     """Python's dialect, which knows NaN and infinity; plain content goes the fast way."""
-    if all(type(value) in PLAIN or (type(value) is float and isfinite(value)) for value in info.values()):
+    for value in info.values():
+        if type(value) not in PLAIN and not (type(value) is float and isfinite(value)):
+            break
+    else:
         with suppress(TypeError, ValueError):
             return _encode_plain_json(info)
     try:
@@ -152,8 +156,10 @@ def trajectories_of(tokens: Columns, offsets: Int64, numbers: Columns, infos: Se
 
 def gather_rows(rows: Sequence[Row], numbers: Columns) -> tuple[PublishedGroup, ...]:
     """Neighbouring rows of the same group and try, put together."""
-    keys = list(zip(numbers["group"].tolist(), numbers["try"].tolist(), strict=True))
+    groups, tries = numbers["group"], numbers["try"]
+    changes = np.flatnonzero((np.diff(groups) != 0) | (np.diff(tries) != 0)) + 1
+    bounds = [0, *changes.tolist(), len(groups)]
     return tuple(
-        PublishedGroup(group=group, try_number=try_number, rows=tuple(row for row, _ in members))
-        for (group, try_number), members in itertools.groupby(zip(rows, keys, strict=True), key=lambda pair: pair[1])
+        PublishedGroup(int(groups[start]), int(tries[start]), tuple(rows[start:end]))
+        for start, end in itertools.pairwise(bounds)
     )

@@ -89,7 +89,7 @@ class ShardBody:
 
     def __init__(self, groups: Sequence[Group], attributes: ShardAttributes) -> None:
         self._numbers = schema.sequence_arrays(groups)
-        self._tokens = TokenColumns([trajectory for _, trajectory in schema.rows_of(groups)], self._numbers)
+        self._tokens = TokenColumns(schema.trajectories_in(groups), self._numbers)
         self._layout = shard_layout(attributes, self._numbers, schema.sequence_texts(groups))
 
     def pieces(self) -> Iterator[Any]:
@@ -290,17 +290,22 @@ class Shard:
 
     def read(self, rows: Sequence[int]) -> list[tuple[int, Trajectory]]:
         """(group number, trajectory) of the rows, in the order asked; reads their bytes only."""
-        for row in rows:
-            if not 0 <= row < self.num_rows:
-                raise BadShard(self.path, f"row {row} of {self.num_rows}")
-        found: dict[int, tuple[int, Trajectory]] = {}
+        outside = [row for row in (min(rows, default=0), max(rows, default=0)) if not 0 <= row < self.num_rows]
+        if outside:
+            raise BadShard(self.path, f"row {outside[0]} of {self.num_rows}")
+        wanted = sorted(set(rows))
         with self._damage():
-            for first, end in _runs(sorted(set(rows))):
-                infos = self._hdf5["sequences"]["info"][first:end]
-                trajectories = _sound_rows(*self._columns(first, end), infos.tolist())
-                pairs = zip(self._numbers["group"][first:end].tolist(), trajectories, strict=True)
-                found.update(zip(range(first, end), pairs, strict=True))
+            read = [pair for first, end in _runs(wanted) for pair in self._read_run(first, end)]
+        if wanted == list(rows):
+            return read
+        found = dict(zip(wanted, read, strict=True))
         return [found[row] for row in rows]
+
+    def _read_run(self, first: int, end: int) -> list[tuple[int, Trajectory]]:
+        """Rows first..end-1, which lie side by side."""
+        infos = self._hdf5["sequences"]["info"][first:end].tolist()
+        trajectories = _sound_rows(*self._columns(first, end), infos)
+        return list(zip(self._numbers["group"][first:end].tolist(), trajectories, strict=True))
 
     def _columns(self, first: int, end: int) -> tuple[schema.Columns, Int64, schema.Columns]:
         """Token columns, offsets and numbers of rows first..end-1: one read for each token column."""
@@ -354,7 +359,7 @@ class Shard:
             for first, end in slices_of(self._offsets, SLICE_TOKENS):
                 tokens, offsets, numbers = self._columns(first, end)
                 _sound_rows(tokens, offsets, numbers, infos[first:end])
-                facts.add_mask(tokens["loss_mask"] != 0, offsets)
+                facts.add_mask(tokens["loss_mask"] != 0, offsets[:-1])
                 facts.add_versions(tokens["version"], offsets[:-1])
         return schema.gather_rows(facts.rows(self._numbers, np.diff(self._offsets)), self._numbers)
 
