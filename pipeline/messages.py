@@ -344,7 +344,7 @@ class StopTrainer(Message, frozen=True):
     """Leave the learner's loop and close."""
 
     reason: str
-    """`finished` or `signal`."""
+    """`finished` or `stopped`: how the run ends."""
 
 
 class StopRollout(Message, frozen=True):

@@ -124,9 +124,10 @@ class CheckpointSaves:
         logger.info("checkpoint of version %d is complete after %.2f s", save.version, self.seconds)
 
     def missing(self) -> list[int]:
-        """Trainer ranks that have not answered yet."""
-        answers = self.in_flight.answers if self.in_flight is not None else {}
-        return [rank for rank in self.trainer_ranks if rank not in answers]
+        """Who has to answer yet: trainer ranks; when all have, the head itself, which seals the folder."""
+        if self.in_flight is None:
+            return []
+        return [rank for rank in self.trainer_ranks if rank not in self.in_flight.answers] or [self.post.rank]
 
     def wants(self, version: int, is_due: bool) -> bool:
         """Whether to begin one now, at a boundary with nothing in flight."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Container
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,7 @@ from pekoe.pipeline.control.disk_watch import DiskWatch
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.control.parts import ControllerParts
-from pekoe.pipeline.control.pump import Pump, nobody
+from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.control.training import Training
 from pekoe.pipeline.messages import (
     DiskRefused,
@@ -54,7 +54,6 @@ from pekoe.pipeline.messages import (
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 INBOX_KINDS: tuple[type[Message], ...] = (
     Hello, Finished, Published, Rejected, DiskRefused, Evaluated, RowsRead, StepDone, WeightsReady, WeightsSent,
@@ -92,6 +91,7 @@ class Controller:
             parts.inbox, parts.set_phase, self.describe, parts.stacks_of, self._while_waiting, self.disk,
             config.cluster.progress_seconds, self._handlers(),
         )  # fmt: skip
+        self.wait = self.pump.wait
         self.training = Training(config, parts, self.pump)
 
     def run(self) -> str:
@@ -99,7 +99,7 @@ class Controller:
         self.wait(self._everybody_is_here, "roles to start", self.config.cluster.setup_seconds, self._who_is_missing)
         self.parts.report.begin()
         self.parts.stop.begin()
-        if self.resumed:
+        if self.resumed and not self.parts.stop.requested():
             self.update_weights()
             self.at_intervals()
         if self.config.evaluator.at_start and self.version == 0:
@@ -110,13 +110,14 @@ class Controller:
             if not batch:
                 self._check_early_end()
                 break
-            began = time.monotonic()
+            began, refusals = time.monotonic(), self.disk.count
             if not self.train(batch):
                 continue
             stopping = self.parts.stop.requested()
             if not stopping:
                 self.update_weights()
-            self.parts.stop.step_seconds = max(self.parts.stop.step_seconds, time.monotonic() - began)
+            if self.disk.count == refusals:
+                self.parts.stop.step_seconds = max(self.parts.stop.step_seconds, time.monotonic() - began)
             self.parts.report.step(self)
             if not stopping:
                 self.at_intervals()
@@ -157,9 +158,9 @@ class Controller:
         return True
 
     def update_weights(self) -> None:
-        """Every engine goes on with this version."""
+        """Every engine goes on with this version; a stop gives up one that waits for room on the disk."""
         began = time.monotonic()
-        stood_still = self.parts.weights.bring(self.version, self.pump)
+        stood_still = self.parts.weights.bring(self.version, self.pump, self.parts.stop.requested)
         self.parts.report.updated(self.parts.weights.logprob_gap(), time.monotonic() - began, stood_still)
 
     def at_intervals(self) -> None:
@@ -180,21 +181,24 @@ class Controller:
                 self._await_save()
 
     def _begin_save(self) -> None:
-        snapshot = {"version": self.version, "save_seconds": self.saves.seconds, **self.parts.dispatcher.state()}
+        measured = {"version": self.version, "save_seconds": self.parts.stop.save_seconds}
+        snapshot = {**measured, **self.parts.dispatcher.state()}
         self.saves.begin(self.version, msgspec.msgpack.encode(snapshot))
 
     def _await_save(self) -> None:
+        """Until no save is in flight; after a stop for as long as there is time."""
         save = self.saves.in_flight
         if save is not None:
             self.wait(
-                lambda: self.saves.in_flight is None or None, f"the checkpoint of version {save.version}",
-                on=self.saves.missing,
+                lambda: (self.saves.in_flight is None or self.parts.stop.is_over()) or None,
+                f"the checkpoint of version {save.version}", on=self.saves.missing,
             )  # fmt: skip
 
     def export(self) -> None:
-        """A Hugging Face folder of this version."""
+        """A Hugging Face folder of this version; left to the resumed run when a stop comes before it is begun, or while
+        there is no room for it."""
         path = f"exports/step-{self.version}"
-        while self.exported_version != self.version:
+        while self.exported_version != self.version and not self.parts.stop.requested():
             self.exported.pop(path, None)
             self._tell_trainers(Export(self.version, path))
             done = self.wait(lambda: self.exported.get(path), "the export", on=lambda: self.parts.trainer_ranks[:1])
@@ -241,6 +245,8 @@ class Controller:
         if not self.parts.stop.requested() or self._can_save():
             self._save_at_last()
         else:
+            self._await_save()
+        if self.saves.complete_version != self.version:
             safe = max(self.saves.complete_version, 0)
             logger.error("stopping without a checkpoint of version %d: --resume goes on from %d", self.version, safe)
         if not self.parts.stop.requested():
@@ -288,22 +294,16 @@ class Controller:
         return True
 
     def _save_at_last(self) -> None:
-        """The last checkpoint of the attempt; tried until it is complete or a limit is reached."""
+        """The last checkpoint of the attempt; tried until it is complete or a limit is reached, after a stop for as
+        long as there is time."""
+        stop = self.parts.stop
         self._await_save()
-        while self.saves.complete_version != self.version:
+        while self.saves.complete_version != self.version and not stop.is_over():
             self._begin_save()
             self._await_save()
-            self.wait(lambda: time.monotonic() >= self.saves.not_before or None, "room for the checkpoint")
-
-    def wait(
-        self,
-        until: Callable[[], T | None],
-        reason: str,
-        limit: float | None = None,
-        on: Callable[[], Sequence[int]] = nobody,
-    ) -> T:
-        """Pumps messages and admits groups until `until` gives something other than None."""
-        return self.pump.wait(until, reason, limit, on)
+            self.wait(
+                lambda: (time.monotonic() >= self.saves.not_before or stop.is_over()) or None, "room for the checkpoint"
+            )
 
     def _while_waiting(self) -> None:
         if self.admitting and not self.disk.is_full:

@@ -18,6 +18,9 @@ LEAVING_SECONDS = 15.0
 FIRST_GUESS_SHARE = 0.1
 """Of the time left at the start: taken for the time of a save, at most, as long as none was measured."""
 
+GOODBYE_SHARE = 0.1
+"""Of the grace: to say goodbye in, whatever else has not been done."""
+
 
 @dataclass
 class StopWatch:
@@ -66,8 +69,19 @@ class StopWatch:
         leaving = min(LEAVING_SECONDS, FIRST_GUESS_SHARE * self.first_left) if self.first_left else LEAVING_SECONDS
         return save + self.step_seconds + leaving
 
+    def left(self) -> float | None:
+        """Seconds to the hard end: of the grace after a signal, of the job; None while there is none."""
+        grace = None if self.signalled_at is None else self.signalled_at + self.grace_seconds - time.monotonic()
+        return min((left for left in (grace, self.seconds_left()) if left is not None), default=None)
+
     def fits(self) -> bool:
         """Whether a save would be over before the hard end; unmeasured ones are taken to fit."""
-        grace = None if self.signalled_at is None else self.signalled_at + self.grace_seconds - time.monotonic()
-        ends = [left for left in (grace, self.seconds_left()) if left is not None]
-        return self.save_seconds is None or not ends or self.save_seconds <= min(ends)
+        left = self.left()
+        return left is None or (self.save_seconds or 0.0) <= left
+
+    def is_over(self) -> bool:
+        """Whether a stop was asked for, and what is left is needed to say goodbye; stays true."""
+        if not self.requested():
+            return False
+        left = self.left()
+        return left is not None and left < GOODBYE_SHARE * self.grace_seconds

@@ -63,7 +63,10 @@ class Training:
 
     def describe(self) -> str:
         """Who has answered, for logs and errors."""
-        return f"rows read by ranks {sorted(self.rows_read)}, steps done by ranks {sorted(self.steps_done)}"
+        return (
+            f"of {len(self.parts.trainer_ranks)} trainer ranks {len(self.rows_read)} have read their rows and "
+            f"{len(self.steps_done)} have done the step"
+        )
 
     def _wait_for(self, answers: dict[int, Any], reason: str) -> None:
         ranks = self.parts.trainer_ranks

@@ -53,10 +53,11 @@ class WeightUpdates:
         """World ranks of the transfer group, the sender first; the sender may be an engine's rank too (colocated)."""
         return (self.trainer_ranks[0], *self.rollout_ranks)
 
-    def bring(self, version: int, pump: Pump) -> float:
+    def bring(self, version: int, pump: Pump, may_give_up: Callable[[], bool]) -> float:
         """Brings every engine to this version; gives for how many seconds the slowest one stood still.
 
-        A failed transfer is tried again in a new group. Raises WeightUpdateError after MAX_TRANSFER_TRIES.
+        A failed transfer is tried again in a new group. Raises WeightUpdateError after MAX_TRANSFER_TRIES. What only
+        lacks room on the disk is tried until there is some, or `may_give_up`.
         """
         pump.handlers.update(
             {
@@ -80,6 +81,8 @@ class WeightUpdates:
             text = "; ".join(errors)
             if self.disk_is_full:
                 pump.wait_for_room(WHO, text)
+                if may_give_up():
+                    return 0.0
                 continue
             failures += 1
             logger.warning("transfer of version %d failed (try %d): %s", version, failures, text)

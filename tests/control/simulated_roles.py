@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pekoe.pipeline import files
@@ -92,6 +93,10 @@ class Faults:
     reject: Callable[[Assign], str] = lambda assign: ""
     hang: Callable[[Assign], bool] = lambda assign: False
     save: Callable[[World, Save], None] = lambda world, message: world.tell_saved(message)
+    export_refused: str = ""
+    """Why an export finds no room."""
+    weights_refused: str = ""
+    """Why the files of the weights find no room."""
     answers_roll_call: bool = True
     refuse_disk: Callable[[int], str] = lambda rank: ""
     """Why the shards of a rank find no room just now."""
@@ -109,9 +114,11 @@ class Folder:
     tidied: int = 0
     tell: Callable[[Message], None] = lambda message: None
     commit_error: Callable[[int], OSError | None] = lambda version: None
+    snapshots: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def begin(self, version: int, state: bytes) -> None:
         self.begun.append(version)
+        self.snapshots[version] = msgspec.msgpack.decode(state) if state != b"state" else {}
 
     def commit(self, version: int, written: Sequence[WrittenFile]) -> None:
         error = self.commit_error(version)
@@ -153,6 +160,7 @@ class World:
         self.seconds_left: float | None = None
         self.peer_failed = False
         self.grace_seconds = 60.0
+        self.save_seconds: float | None = None
         self.phases: list[tuple[str, float | None, tuple[int, ...]]] = []
         self.metrics: list[tuple[int, dict[str, float]]] = []
         self.open: dict[int, list[PublishedGroup]] = defaultdict(list)
@@ -183,7 +191,7 @@ class World:
             quarantine=lambda shard, reason: self.quarantined.append(shard),
             checkpoints=self.folder,
             report=StepReport(lambda step, values: self.metrics.append((step, dict(values))), lambda state: None),
-            stop=StopWatch(self.stop.is_set, lambda: self.seconds_left, self.grace_seconds),
+            stop=StopWatch(self.stop.is_set, lambda: self.seconds_left, self.grace_seconds, self.save_seconds),
             peer_failed=lambda: self.peer_failed,
             stacks_of=lambda ranks: {rank: f"stacks of rank {rank}" for rank in ranks}, set_phase=self._set_phase,
         )  # fmt: skip
@@ -191,7 +199,7 @@ class World:
 
     def run(self, version: int = 0) -> str:
         """The controller in this thread, the roles in theirs."""
-        controller = self.build(version)
+        controller = self.controller = self.build(version)
         threads = [threading.Thread(target=self._trainer, daemon=True)]
         threads += [] if self.colocated else [
             threading.Thread(target=self._rollout, args=(rank,), daemon=True) for rank in self.rollout_ranks
@@ -233,14 +241,16 @@ class World:
                 case Commit():
                     self._tell(0, StepDone(message.version + 1, 0.0, {"train/loss": 0.0}))
                 case PublishWeights():
-                    self._tell(0, WeightsSent(message.version, 0.0, (-1.0,)))
+                    refused = self.faults.weights_refused
+                    self._tell(0, WeightsSent(message.version, 0.0, (-1.0,), refused, bool(refused)))
                 case Save():
                     self.faults.save(self, message)
                 case RollCall():
                     if self.faults.answers_roll_call:
                         self._tell(0, Present(message.number))
                 case Export():
-                    self._tell(0, Exported(message.version, message.path))
+                    refused = self.faults.export_refused
+                    self._tell(0, Exported(message.version, message.path, refused, bool(refused)))
                 case StopTrainer():
                     return
                 case _ if self.colocated:

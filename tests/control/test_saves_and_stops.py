@@ -136,6 +136,14 @@ def test_an_answer_of_an_abandoned_save_does_not_finish_the_next_one() -> None:
     assert (saves.complete_version, saves.is_owed, saves.failures) == (2, False, 0)
 
 
+def test_a_folder_that_is_being_sealed_is_waited_for_on_the_head() -> None:
+    saves = CheckpointSaves(Loopback(2), [0, 1], Folder(), DiskWatch(10.0), 3, -1)
+    saves.begin(1, b"state")
+    for rank, missing in ((0, [1]), (1, [0])):
+        saves.on_saved(rank, Saved(1, 0.1))
+        assert saves.missing() == missing
+
+
 def test_a_full_disk_pauses_admission_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """Shards find no room for half a second; nothing is admitted meanwhile, nothing is lost."""
     until: list[float] = []
@@ -242,6 +250,69 @@ def test_no_save_begins_that_would_not_be_over_in_time() -> None:
     stop_after(world, 3)
     assert world.run() == "stopped"
     assert world.folder.committed == [2]
+
+
+def test_a_save_in_flight_may_become_complete_where_another_one_would_not_fit() -> None:
+    world = World(config(freq=2), 30, 10)
+
+    def save(world: World, message: Save) -> None:
+        threading.Timer(1.0 if message.version == 2 else 0.3, world.tell_saved, (message,)).start()
+
+    world.faults.save = save
+    world.grace_seconds = 0.9
+    stop_after(world, 5)
+    assert world.run() == "stopped"
+    assert world.folder.committed == [2, 4]
+
+
+def test_a_stop_is_not_held_up_by_a_checkpoint_that_finds_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    def save(world: World, message: Save) -> None:
+        world.tell_saved(message, error=str(FULL), disk_is_full=True)
+
+    world = World(config(freq=100), 30, 10, faults=Faults(save=save))
+    world.grace_seconds = 0.5
+    world.config.cluster.full_disk_seconds = 10.0
+    stop_after(world, 3)
+    began = time.monotonic()
+    assert world.run() == "stopped"
+    assert time.monotonic() - began < 5.0
+    assert len(world.folder.begun) > 1
+    assert "stopping without a checkpoint of version 3" in caplog.text
+
+
+@pytest.mark.parametrize("refused", ["export_refused", "weights_refused"])
+def test_a_stop_gives_up_what_waits_for_room(refused: str) -> None:
+    """The resumed run does it: nothing of it belongs into the last checkpoint."""
+    world = World(config(freq=100), 30, 10, faults=Faults(**{refused: str(FULL)}))
+    world.config.saver.freq_steps = 1
+    world.config.cluster.full_disk_seconds = 10.0
+    threading.Timer(0.7, world.stop.set).start()
+    assert world.run() == "stopped"
+    assert world.post.sent["Export" if refused == "export_refused" else "PublishWeights"] > 1
+    assert world.folder.committed == [1]
+
+
+def test_a_pause_for_room_is_not_taken_for_the_length_of_a_step() -> None:
+    world = World(config(freq=100), 12, 4)
+    original, refused = world._record, []
+
+    def record(version: int, *rest: object) -> None:
+        if version == 2 and len(refused) < 10:
+            refused.append(version)
+            raise FULL
+        original(version, *rest)  # type: ignore[arg-type]
+
+    world._record = record  # type: ignore[assignment]
+    assert world.run() == "finished"
+    assert 0.0 < world.controller.parts.stop.step_seconds < 0.5
+
+
+def test_the_time_of_a_save_is_remembered_over_an_attempt_that_has_not_measured_its_own() -> None:
+    world = World(config(freq=2, asynchronous=False), 30, 4)
+    world.save_seconds = 7.0
+    assert world.run() == "finished"
+    assert world.folder.snapshots[2]["save_seconds"] == 7.0
+    assert world.folder.snapshots[4]["save_seconds"] < 7.0
 
 
 def test_the_end_of_the_job_stops_the_run_in_time() -> None:
