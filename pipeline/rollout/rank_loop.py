@@ -102,6 +102,7 @@ class RolloutLoop:
         self.executor: Executor | None = None
         self.is_paused = False
         self.is_asleep = False
+        self.is_running = False
         self.turns = 0
         self.is_refused = False
         """The disk had no room for the open shard."""
@@ -109,8 +110,8 @@ class RolloutLoop:
         """When to try to publish again (monotonic seconds)."""
 
     def progress(self) -> tuple[float, bool]:
-        """(a counter that grows while the loop turns, True)."""
-        return float(self.turns), self.executor is not None
+        """(a counter that grows while the loop turns, is it still to turn)."""
+        return float(self.turns), self.is_running
 
     # Called by the executor on its own thread: cheap, no I/O.
 
@@ -125,7 +126,7 @@ class RolloutLoop:
 
     def run(self, executor: Executor) -> str:
         """Until StopRollout; returns its reason. Published shards stay; the open one is thrown away with its groups."""
-        self.executor = executor
+        self.executor, self.is_running = executor, True
         while True:
             self.turns += 1
             self.parts.set_phase("rollout")
@@ -136,6 +137,7 @@ class RolloutLoop:
                 continue
             if isinstance(message, StopRollout):
                 executor.stop()
+                self.is_running = False
                 return message.reason
             self.handle(message)
             self.publish_if_due()
