@@ -166,11 +166,12 @@ def figures_text(run: RunDirectory) -> str:
 
 
 def files_text(run: RunDirectory) -> str:
-    """What lies in the run directory."""
+    """What lies in the run directory; a checkpoint that is being written is none yet."""
     shards = list(run.shards.glob("*/*.h5"))
-    checkpoints = sorted(run.checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name))
+    steps = [path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*")]
+    checkpoints = sorted(int(step) for step in steps if step.isdigit())
     aside = [path for path in run.set_aside.glob("*") if not path.name.endswith(".reason.json")]
-    newest = f" (newest {checkpoints[-1].name})" if checkpoints else ""
+    newest = f" (newest step-{checkpoints[-1]})" if checkpoints else ""
     return f"{len(shards)} shards, {len(checkpoints)} checkpoints{newest}, {len(aside)} files set aside"
 
 

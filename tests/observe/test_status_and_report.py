@@ -83,6 +83,7 @@ def test_status_shows_ranks_figures_files_and_errors(run: RunDirectory) -> None:
     (run.shards / "0-rank-1" / "000000.h5").touch()
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "step-10").mkdir()
+    (run.checkpoints / "step-11.attempt-0.part").mkdir()
     error = {
         "attempt": 0,
         "rank": 1,
