@@ -14,6 +14,9 @@ from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import shown
 
+LONGEST_HEARTBEAT_SECONDS = 5.0
+"""A rank that was not heard for 15 s is called silent by whoever looks at the run directory."""
+
 
 class PlacementFacts(Protocol):
     """What the checks need of a placement of roles on ranks."""
@@ -252,6 +255,18 @@ def check_placement(config: RunConfig, placement: PlacementFacts, findings: Find
         findings.wrong("allocation", str(placement), "has no rollout part; allowed: one, e.g. hf:d1+fsdp:d1")
 
 
+def _check_heartbeats(config: RunConfig, findings: Findings) -> None:
+    """Rare heartbeats look like death: to the watchdog, to `pekoe status`, and to a resumption from another host."""
+    cluster = config.cluster
+    most = min(LONGEST_HEARTBEAT_SECONDS, cluster.silence_seconds / 3)
+    if cluster.heartbeat_seconds > most:
+        findings.wrong(
+            "cluster.heartbeat_seconds", cluster.heartbeat_seconds,
+            f"is not allowed; allowed: <= {most:g} (at most {LONGEST_HEARTBEAT_SECONDS:g}, and a third of "
+            f"cluster.silence_seconds, {cluster.silence_seconds:g})",
+        )  # fmt: skip
+
+
 def _check_time_limit(config: RunConfig, findings: Findings) -> None:
     limit = config.cluster.time_limit
     if limit not in (None, "auto") and duration_seconds(str(limit)) is None:
@@ -266,5 +281,6 @@ CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_batch,
     _check_rollout,
     _check_evaluation,
+    _check_heartbeats,
     _check_time_limit,
 )

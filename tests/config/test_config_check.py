@@ -165,6 +165,8 @@ STALENESS = "rollout.max_head_offpolicyness"
             "mean",
         ),
         (["actor.optimizer.beta2=1"], "actor.optimizer.beta2", "allowed: < 1"),
+        (["cluster.heartbeat_seconds=20"], "cluster.heartbeat_seconds", "allowed: <= 5 "),
+        (["cluster.silence_seconds=3"], "cluster.heartbeat_seconds", "allowed: <= 1 "),
         (["evaluator.freq_steps=5"], "evaluator.freq_steps", "needs a valid_dataset"),
         (["evaluator.at_start=true"], "evaluator.at_start", "needs a valid_dataset"),
         (["trial_name=a/b"], "trial_name", "it names a folder"),
