@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from pekoe.launch.error_record import ErrorRecord, describe, stacks_in, write_record
@@ -129,7 +130,8 @@ class RankState:
         os._exit(self.exit_code or EXIT_FAILURE)
 
     def _last_words(self, record: ErrorRecord) -> None:
-        print(f"pekoe: {record.sentence()}\n{record.traceback}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"pekoe: {record.sentence()}\n{record.traceback}", file=sys.stderr, flush=True)
         try:
             if self.run is not None:
                 if self.reports.supervised:

@@ -301,7 +301,8 @@ class World:
         doing = self.state.threads.of(watch.who) or self.state.phase
         return StalledRoleError(
             f"{watch.who} on rank {self.rank} ({self.state.role or 'no role yet'}, {self.state.host}) has work but has "
-            f"made no progress for {watch.stalled_seconds:.0f} s (allowed: {watch.limit:g} s), in phase {doing!r}",
+            f"made no progress for {watch.stalled_seconds:.0f} s (cluster.progress_seconds is {watch.limit:g}), "
+            f"in phase {doing!r}",
             self.stacks_of([self.rank]),
         )
 
@@ -343,8 +344,9 @@ class World:
         self._communicator.Abort(self.state.exit_code or EXIT_FAILURE)
 
     def _start_deadman(self, number: int) -> None:
-        print(f"pekoe: rank {self.rank}: signal {number}: stopping at the next boundary", file=sys.stderr, flush=True)
+        """The thread first: printing may hang with the filesystem of the log."""
         threading.Thread(target=self._deadman, name="deadman", daemon=True).start()
+        print(f"pekoe: rank {self.rank}: signal {number}: stopping at the next boundary", file=sys.stderr, flush=True)
 
     def _deadman(self) -> None:
         if self._over.wait(self.settings.grace_seconds):

@@ -65,6 +65,7 @@ def test_a_thread_that_stands_still_is_named_with_its_stacks(tmp_path: Path) -> 
     assert "StalledRoleError: engine on rank 1 (rollout" in record["error"]
     assert "has work but has made no progress for" in record["error"]
     assert "in phase 'decoding'" in record["error"]
+    assert "(cluster.progress_seconds is " in record["error"], "the doctor tells which limit to raise"
     assert "idler" not in record["error"]
     assert list(record["stacks"]) == ["1"]
     assert 'Thread "engine" (decoding)' in record["stacks"]["1"]
