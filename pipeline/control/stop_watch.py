@@ -79,6 +79,12 @@ class StopWatch:
         left = self.left()
         return left is None or (self.save_seconds or 0.0) <= left
 
+    def spare(self, seconds: float) -> float:
+        """So many of these seconds as may go into what can be left undone: after a stop at most half of what is
+        left."""
+        left = self.left() if self.requested() else None
+        return seconds if left is None else min(seconds, max(0.0, left / 2))
+
     def is_over(self) -> bool:
         """Whether a stop was asked for, and what is left is needed to say goodbye; stays true."""
         if not self.requested():

@@ -97,7 +97,7 @@ def lead(
     )
     try:
         Controller(config, parts, context.num_steps, context.start.version).run()
-        books.close(TIDY_SECONDS)
+        books.close(parts.stop.spare(TIDY_SECONDS))
     finally:
         progress.close()
         metrics.close()

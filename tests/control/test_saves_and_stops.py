@@ -345,6 +345,16 @@ def test_what_is_needed_to_stop_is_measured() -> None:
     assert watch.requested(), "a stop is final"
 
 
+def test_tidying_up_does_not_eat_the_grace_of_a_stop() -> None:
+    signalled, left = [False], [1000.0]
+    watch = StopWatch(lambda: signalled[0], lambda: left[0], grace_seconds=40.0)
+    assert watch.spare(60.0) == 60.0
+    signalled[0] = True
+    assert watch.spare(60.0) == pytest.approx(20.0, abs=1.0)
+    left[0] = -1.0
+    assert watch.spare(60.0) == 0.0
+
+
 def test_a_short_job_is_not_eaten_by_the_guesses() -> None:
     left = [120.0]
     watch = StopWatch(lambda: False, lambda: left[0], grace_seconds=60.0)
