@@ -23,6 +23,8 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.1
+LOOKS_PER_SECOND = 2000
+"""For answers, at most: the folder is on the shared filesystem of a run that is in trouble already."""
 MAX_PRINTED = 16
 """Ranks whose stacks are printed; those of all lie in the files."""
 
@@ -73,15 +75,16 @@ def _gather(run: RunDirectory, request: str, living: list[HeartbeatFile], second
     found: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     while True:
-        for beat in living:
+        missing = [beat for beat in living if beat.heartbeat.rank not in found]
+        left = deadline - time.monotonic()
+        for beat in missing:
             rank = beat.heartbeat.rank
-            if rank not in found:
-                first, _, text = _read(answer_path(run, beat.attempt, rank)).partition("\n")
-                if first == _first_line(request):
-                    found[rank] = text.strip()
-        if len(found) == len(living) or time.monotonic() > deadline:
+            first, _, text = _read(answer_path(run, beat.attempt, rank)).partition("\n")
+            if first == _first_line(request):
+                found[rank] = text.strip()
+        if len(found) == len(living) or left <= 0:
             return found
-        time.sleep(POLL_SECONDS)
+        time.sleep(min(left, max(POLL_SECONDS, len(missing) / LOOKS_PER_SECOND)))
 
 
 def _unanswered(run: RunDirectory, beat: HeartbeatFile, seconds: float) -> str:

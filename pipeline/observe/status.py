@@ -23,6 +23,8 @@ MAX_ROWS = 64
 """Ranks that are shown one by one; of larger worlds only the head and those in trouble."""
 MAX_COLUMNS = 6
 """Ranks whose gauges stand side by side; of more the least, the mean and the most."""
+MAX_ERRORS = 5
+"""Error records that are shown: the newest."""
 SHOWN_FIGURES = (
     "reward/mean",
     "eval/accuracy",
@@ -176,9 +178,11 @@ def files_text(run: RunDirectory) -> str:
 
 
 def errors_text(run: RunDirectory) -> str:
-    """One sentence per error record."""
-    sentences = []
-    for path in sorted(run.errors.glob("*.json")):
+    """One sentence for each of the newest error records."""
+    records = sorted(run.errors.glob("*.json"), key=lambda path: (len(path.name), path.name))
+    older = len(records) - MAX_ERRORS
+    sentences = [f"{older} older error records in {run.errors}"] if older > 0 else []
+    for path in records[-MAX_ERRORS:]:
         try:
             record = json.loads(path.read_bytes())
             who = f"rank {record.get('rank', '?')} ({record.get('role', '?')}, {record.get('host', '?')}) in phase "

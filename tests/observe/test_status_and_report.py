@@ -15,9 +15,11 @@ import msgspec
 import pytest
 
 from pekoe.pipeline.messages import Heartbeat
+from pekoe.pipeline.observe import stack_request
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.report import report
+from pekoe.pipeline.observe.stack_request import request_stacks
 from pekoe.pipeline.observe.status import status
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -203,3 +205,24 @@ def test_report_of_a_sound_run_has_no_notes(run: RunDirectory) -> None:
         for step in (1, 2, 3):
             writer.write(step, {"reward/mean": 0.1 * step, "train/grad_norm": 0.5, "truncated/share": 0.1})
     assert "note:" not in report(run)
+
+
+def test_the_newest_of_many_error_records_are_shown(run: RunDirectory) -> None:
+    put(run, beat(0, "trainer", "step"), NOW)
+    for attempt in range(12):
+        (run.errors / f"attempt-{attempt}.json").write_text(json.dumps({"attempt": attempt, "rank": 0, "error": "no"}))
+    lines = [line for line in status(run.path, now=NOW).splitlines() if line.startswith("error in attempt")]
+    assert [line.split(":")[0] for line in lines] == [f"error in attempt {attempt}" for attempt in range(7, 12)]
+    assert f"7 older error records in {run.errors}" in status(run.path, now=NOW)
+
+
+def test_a_request_for_stacks_looks_rarely_for_the_answers_of_many_ranks(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+    monkeypatch.setattr(stack_request, "_read", lambda path: looks.append(path) or "")
+    monkeypatch.setattr(stack_request, "LOOKS_PER_SECOND", 400)
+    for rank in range(200):
+        put(run, beat(rank, "rollout", "decode"), NOW)
+    assert "no answer within 0.9 s" in request_stacks(run.path, 0.9)
+    assert len(looks) <= 3 * 200, "at the begin, after half a second, and at the end"
