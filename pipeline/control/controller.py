@@ -306,6 +306,7 @@ class Controller:
             )
 
     def _while_waiting(self) -> None:
+        self.parts.stop.listen()
         if self.admitting and not self.disk.is_full:
             self.parts.dispatcher.admit_all()
         self.parts.report.progress(self)

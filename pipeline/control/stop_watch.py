@@ -46,10 +46,15 @@ class StopWatch:
         if self.first_left is not None:
             logger.info("the job ends in %.0f s (cluster.time_limit)", self.first_left)
 
+    def listen(self) -> None:
+        """Called often, also between boundaries: the grace counts from the signal, not from when it is obeyed."""
+        if self.signalled_at is None and self.is_signalled():
+            self.signalled_at = time.monotonic()
+
     def requested(self) -> bool:
         """Whether to stop at the next boundary; stays true."""
-        if self.is_signalled():
-            self.signalled_at = self.signalled_at or time.monotonic()
+        self.listen()
+        if self.signalled_at is not None:
             return True
         if self.time_is_up:
             return True

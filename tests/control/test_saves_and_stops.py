@@ -17,7 +17,7 @@ from pekoe.pipeline.control.checkpoint_saves import CheckpointFailure, Checkpoin
 from pekoe.pipeline.control.disk_watch import DiskFull, DiskWatch
 from pekoe.pipeline.control.pump import NoProgress
 from pekoe.pipeline.control.stop_watch import LEAVING_SECONDS, StopWatch
-from pekoe.pipeline.messages import Save, Saved
+from pekoe.pipeline.messages import PrepareWeights, Save, Saved
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -250,6 +250,22 @@ def test_no_save_begins_that_would_not_be_over_in_time() -> None:
     stop_after(world, 3)
     assert world.run() == "stopped"
     assert world.folder.committed == [2]
+
+
+def test_the_grace_counts_from_the_signal_not_from_the_boundary() -> None:
+    """The signal comes while weights load for longer than would leave time for a save."""
+    world = World(config(freq=100), 30, 10)
+
+    def load(message: PrepareWeights) -> str:
+        if message.version == 3:
+            world.stop.set()
+            time.sleep(0.5)
+        return ""
+
+    world.faults.load_error = load
+    world.grace_seconds, world.save_seconds = 0.8, 0.5
+    assert world.run() == "stopped"
+    assert world.folder.begun == []
 
 
 def test_a_save_in_flight_may_become_complete_where_another_one_would_not_fit() -> None:
