@@ -286,7 +286,9 @@ class Dispatcher:
             self.post.send(rank, Flush())
 
     def replace_shard(self, shard: str) -> None:
-        """A shard cannot be read: its groups are issued again (same try: a recovery, not a new draw)."""
+        """A shard cannot be read: its groups are issued again (same try: a recovery, not a new draw), those that wait
+        on the shelf when their turn comes."""
+        self.shelf.drop_shard(shard)
         for group in self.table.in_shard(shard):
             self.table.remove(group.number)
             self.admission.give_back()

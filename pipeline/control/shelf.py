@@ -53,6 +53,11 @@ class Shelf:
         for number in [n for n, (_, one) in self._groups.items() if self._is_stale(one, version) or is_closed(n)]:
             self.take(number)
 
+    def drop_shard(self, shard: str) -> None:
+        """Forgets what lies in a shard that cannot be read."""
+        for number in [number for number, (path, _) in self._groups.items() if path == shard]:
+            self.take(number)
+
     def shards(self) -> set[str]:
         """Shards in which groups on the shelf lie."""
         return set(self._shards)

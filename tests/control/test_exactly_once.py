@@ -582,6 +582,30 @@ def test_what_earlier_filtering_let_in_is_not_adopted_before_its_turn(tmp_path: 
     assert {group for group, how in run.model.ends.items() if how == "filtered"} == {0, 1}
 
 
+def test_a_damaged_shard_is_not_adopted_from_again(tmp_path: Path) -> None:
+    """Two steps find their groups in it: only the first one loses time to it."""
+    run = make_run(tmp_path, eta=1, batch=1, examples=4, epochs=1)
+    run.admit()
+    rank = run.rollout.running[0][0]
+    for group in (0, 1):
+        run.rollout.running[group] = (rank, run.rollout.running[group][1])
+        run.finish(group)
+    notice = run.publish(rank)
+    assert notice is not None
+    run.checkpoint()
+    run.config.rollout.max_head_offpolicyness = run.model.eta = run.saved[0].eta = 0
+    run.crash()
+    run.admit()
+    assert (len(run.dispatcher.table.ready), len(run.dispatcher.shelf)) == (1, 1)
+    damage(run.directory.path / notice.path, "flip")
+    assert not run.step()
+    assert len(run.dispatcher.shelf) == 0
+    run.admit()
+    assert sorted(run.rollout.running) == [0]
+    run.finish_everything()
+    assert run.dispatcher.counts["damaged"] == 1
+
+
 def test_shards_that_nobody_needs_are_named_once(tmp_path: Path) -> None:
     """Consumed ones, and those that hold late tries only."""
     run = make_run(tmp_path, eta=0, batch=1, examples=4, epochs=1)
