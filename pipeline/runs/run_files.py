@@ -36,7 +36,7 @@ def examine_metrics(run: RunDirectory, config: RunConfig | None) -> list[Finding
     if len(written) > len(lines):
         text = f"metrics/metrics.jsonl: {counted(len(written) - len(lines), 'line')} cannot be read and are left out"
         findings.append(note("progress", text, "nothing to do: the report and a resumption leave them out, too"))
-    of = "" if config is None or config.total_train_steps is None else f" of {config.total_train_steps}"
+    of = "" if config is None or config.total_train_steps is None else f" of at most {config.total_train_steps}"
     if not lines:
         if any(run.ledger.glob("step-*.json")):
             text = "metrics/metrics.jsonl holds no figures, though the ledger holds steps"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -183,8 +184,11 @@ def _totals(facts: LedgerFacts) -> list[Finding]:
                 if entry.reason:
                     reasons[entry.reason.splitlines()[0][:80]] += 1
     findings = [ok("ledger", f"{counted(len(facts.records), 'step')} recorded")]
-    for epoch, found in sorted(counts.items()):
-        findings.append(ok("ledger", f"epoch {epoch}: " + ", ".join(f"{found[kind]} {kind}" for kind in kinds)))
+    texts = [(epoch, ", ".join(f"{found[kind]} {kind}" for kind in kinds)) for epoch, found in sorted(counts.items())]
+    for text, same in itertools.groupby(texts, key=lambda item: item[1]):
+        epochs = [epoch for epoch, _ in same]
+        each = f"epochs {epochs[0]} to {epochs[-1]}, each" if len(epochs) > 1 else f"epoch {epochs[0]}"
+        findings.append(ok("ledger", f"{each}: {text}"))
     if reasons:
         often = first_few(f"{reason} ({count})" for reason, count in reasons.most_common())
         findings.append(note("ledger", f"reasons of filtered and skipped groups: {often}"))
