@@ -96,7 +96,10 @@ class Controller:
 
     def run(self) -> str:
         """The whole run; returns `finished` or `stopped`."""
-        self.wait(self._everybody_is_here, "roles to start", self.config.cluster.setup_seconds, self._who_is_missing)
+        self.wait(
+            self._everybody_is_here, "roles to start", self.config.cluster.setup_seconds, self._who_is_missing,
+            key="cluster.setup_seconds",
+        )  # fmt: skip
         self.parts.report.begin()
         self.parts.stop.begin()
         if self.resumed and not self.parts.stop.requested():
@@ -198,6 +201,7 @@ class Controller:
         """A Hugging Face folder of this version; left to the resumed run when a stop comes before it is begun, or while
         there is no room for it."""
         path = f"exports/step-{self.version}"
+        began = time.monotonic()
         while self.exported_version != self.version and not self.parts.stop.requested():
             self.exported.pop(path, None)
             self._tell_trainers(Export(self.version, path))
@@ -207,6 +211,7 @@ class Controller:
                 continue
             self.disk.accept("an export")
             self.exported_version = self.version
+        self.parts.stop.step_seconds = max(self.parts.stop.step_seconds, time.monotonic() - began)
 
     def evaluate(self, block: bool) -> None:
         """Starts an evaluation; `block` waits for it, with nothing else running, so that one version is measured.

@@ -61,6 +61,11 @@ class DiskWatch:
         more = f" (and {len(self.refused) - 1} more)" if len(self.refused) > 1 else ""
         return f"paused: disk is full: {who}{more}: {refusal.reason}"
 
+    def forgive(self, seconds: float) -> None:
+        """The run stood still for so long: that does not count."""
+        for refusal in self.refused.values():
+            refusal.since += seconds
+
     def check(self) -> None:
         """Says it again from time to time; raises DiskFull after the limit."""
         if not self.refused:

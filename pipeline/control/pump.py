@@ -24,6 +24,8 @@ T = TypeVar("T")
 DRAIN = 2000
 """Messages handled before the loop looks at its conditions again."""
 TELL_SECONDS = 60.0
+LONGEST_TURN = 5.0
+"""Seconds between two looks; more means that the process stood still."""
 SHOWN_RANKS = 8
 """Ranks that heartbeats and texts name of those that are waited for, and whose stacks an error record shows."""
 
@@ -63,13 +65,16 @@ class Pump:
         reason: str,
         limit: float | None = None,
         on: Callable[[], Sequence[int]] = nobody,
+        key: str = "cluster.progress_seconds",
     ) -> T:
-        """Handles messages until `until` gives something other than None. `on` names the ranks that are waited for."""
+        """Handles messages until `until` gives something other than None. `on` names the ranks that are waited for,
+        `key` the configuration key that the limit comes from."""
         limit = limit or self.limit
         self.reason = reason
-        began = self.last_progress = time.monotonic()
+        began = self.last_progress = looked = time.monotonic()
         told = began + TELL_SECONDS
         while True:
+            looked = self._leave_out_suspension(looked)
             self.disk.check()
             self.while_waiting()
             found = until()
@@ -84,7 +89,8 @@ class Pump:
             if before:
                 self.last_progress = now
             if now - self.last_progress > limit:
-                raise self._no_progress(f"waited {now - began:.0f} s for {reason}", on())
+                what = f"waited {now - began:.0f} s for {reason}{named(on())} ({key} is {limit:g})"
+                raise NoProgress(f"{what}: {self.describe()}", on(), self.stacks_of(on()[:SHOWN_RANKS]))
             if now > told:
                 logger.warning("waiting for %s since %.0f s%s: %s", reason, now - began, named(on()), self.describe())
                 told = now + TELL_SECONDS
@@ -108,9 +114,14 @@ class Pump:
         end = time.monotonic() + RETRY_SECONDS
         self.wait(lambda: time.monotonic() >= end or None, f"room for {who}")
 
-    def _no_progress(self, what: str, ranks: Sequence[int]) -> NoProgress:
-        stacks = self.stacks_of(ranks[:SHOWN_RANKS])
-        return NoProgress(f"{what}{named(ranks)}: {self.describe()}", ranks, stacks)
+    def _leave_out_suspension(self, looked: float) -> float:
+        """A job that was suspended as a whole (`scontrol suspend`, SIGSTOP) has not waited meanwhile."""
+        now = time.monotonic()
+        gap = now - looked - LONGEST_TURN
+        if gap > 0:
+            self.last_progress += gap
+            self.disk.forgive(gap)
+        return now
 
     def turn(self, timeout: float) -> None:
         """Handles what has arrived; waits up to `timeout` for the first message."""

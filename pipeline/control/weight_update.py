@@ -70,7 +70,11 @@ class WeightUpdates:
         while True:
             self.prepare(version)
             pump.wait(
-                lambda: self.all_ready or None, "engines to stop at a token", self.limits.ready_seconds, self.not_ready
+                lambda: self.all_ready or None,
+                "engines to stop at a token",
+                self.limits.ready_seconds,
+                self.not_ready,
+                key="weights.ready_seconds",
             )
             self.publish()
             pump.wait(lambda: self.is_over or None, f"weights of version {version} to arrive", on=self.unanswered)

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 2.0
 """Between two tries to publish a shard for which the disk has no room."""
+STALE_SECONDS = 60.0
+"""For how long a stale handle of the network filesystem is tried again."""
 INBOX_KINDS: tuple[type[Message], ...] = (
     Assign, AssignEvaluation, Cancel, Flush, PrepareWeights, Phase, Wake, StopRollout,
 )  # fmt: skip
@@ -108,6 +110,7 @@ class RolloutLoop:
         """The disk had no room for the open shard."""
         self.not_before = 0.0
         """When to try to publish again (monotonic seconds)."""
+        self.refused_since = 0.0
 
     def progress(self) -> tuple[float, bool]:
         """(a counter that grows while the loop turns, is it still to turn)."""
@@ -184,18 +187,24 @@ class RolloutLoop:
 
     def publish(self) -> None:
         """Publishes the open shard. Without room on the disk its groups are kept, the head is told, and it is tried
-        again every few seconds: what is open stays bounded, since the head admits nothing meanwhile."""
+        again every few seconds: what is open stays bounded, since the head admits nothing meanwhile. A stale handle
+        (ESTALE) is tried again for STALE_SECONDS; any other error is raised."""
         if time.monotonic() < self.not_before:
             return
         self.parts.set_phase("publishing a shard")
         try:
             notice = self.parts.writer.flush()
         except OSError as error:
-            if error.errno not in (*files.FULL, errno.ESTALE):
+            now = time.monotonic()
+            if not self.is_refused:
+                self.refused_since = now
+            is_stale = error.errno == errno.ESTALE and now - self.refused_since < STALE_SECONDS
+            if not (is_stale or files.is_full(error)):
                 raise
             logger.error("%s; tried again in %.0f s", error, RETRY_SECONDS)
-            self.not_before, self.is_refused = time.monotonic() + RETRY_SECONDS, True
-            self.parts.post.send(self.parts.head, DiskRefused(str(error), self.parts.writer.num_groups))
+            self.not_before, self.is_refused = now + RETRY_SECONDS, True
+            if not is_stale:
+                self.parts.post.send(self.parts.head, DiskRefused(str(error), self.parts.writer.num_groups))
             return
         self.is_refused = False
         if notice is not None:

@@ -395,9 +395,35 @@ def test_a_wait_without_progress_names_the_ranks_and_shows_their_stacks() -> Non
     world = World(config(), 12, 4, num_rollout=2, faults=Faults(hang=lambda assign: assign.group >= 6))
     world.config.cluster.progress_seconds = 0.6
     world.config.rollout.stale_wait_seconds = 100.0
-    with pytest.raises(NoProgress, match=r"for the batch of version 2 on ranks? [12]") as caught:
+    with pytest.raises(
+        NoProgress, match=r"for the batch of version 2 on ranks? [12].*\(cluster.progress_seconds is 0.6\)"
+    ) as caught:
         world.run()
     assert set(caught.value.ranks) <= {1, 2}
     assert caught.value.stacks == {rank: f"stacks of rank {rank}" for rank in caught.value.ranks}
     waits = [(limit, on) for phase, limit, on in world.phases if phase == "waiting for the batch of version 2"]
     assert waits[0][0] == 0.6
+
+
+def test_a_run_that_was_suspended_as_a_whole_has_not_waited_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time jumps by an hour between two looks: neither the wait nor the full disk is over its limit."""
+    until: list[float] = []
+    jumped = [0.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + jumped[0]
+
+    def refuse(rank: int) -> str:
+        if not until and len(world.consumed) >= 2:
+            until.append(time.monotonic() + 0.6)
+            threading.Timer(0.3, lambda: jumped.__setitem__(0, 3600.0)).start()
+        return str(FULL) if until and time.monotonic() < until[0] else ""
+
+    world = World(config(), 30, 10, faults=Faults(refuse_disk=refuse))
+    world.config.cluster.full_disk_seconds = 60.0
+    for module in (disk_watch, pump):
+        monkeypatch.setattr(module, "time", Clock)
+    assert world.run() == "finished"
+    assert jumped == [3600.0]

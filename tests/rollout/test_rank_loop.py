@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 import time
 from typing import Any
 
-from pekoe.pipeline.messages import Inbox, StopRollout
+import pytest
+
+from pekoe.pipeline.messages import DiskRefused, Inbox, Published, StopRollout
 from pekoe.pipeline.observe.progress_watch import ProgressWatch
 from pekoe.pipeline.records import Example
+from pekoe.pipeline.rollout import rank_loop
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import RolloutLoop, RolloutParts
 
@@ -62,3 +66,68 @@ def test_a_loop_that_has_ended_does_not_stand_still(models: Any, harness: Any) -
     assert not thread.is_alive()
     look(30)
     assert not watch.is_stalled
+
+
+class Refusing:
+    """An open shard of two groups that the disk refuses with the errors given, one a try; and a post."""
+
+    rank = 1
+    num_groups = 2
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = list(codes)
+        self.sent: list[Any] = []
+
+    def due(self) -> bool:
+        return True
+
+    def flush(self) -> Published:
+        if self.codes:
+            raise OSError(self.codes.pop(0), "planted")
+        return Published("shards/0-rank-1/000000.h5", ())
+
+    def send(self, to: int, message: Any) -> None:
+        self.sent.append(message)
+
+
+def refused_loop(monkeypatch: pytest.MonkeyPatch, *codes: int) -> tuple[RolloutLoop, Refusing]:
+    monkeypatch.setattr(rank_loop, "RETRY_SECONDS", 0.01)
+    disk: Any = Refusing(*codes)
+    unused: Any = Silent()
+    parts = RolloutParts(
+        disk, queue.SimpleQueue(), 0, unused, disk, unused, [], 64, lambda phase: None, lambda version: None
+    )
+    return RolloutLoop(parts), disk
+
+
+def test_a_shard_without_room_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, disk = refused_loop(monkeypatch, errno.ENOSPC, errno.EDQUOT)
+    loop.publish()
+    loop.publish()
+    assert [type(message) for message in disk.sent] == [DiskRefused], "not before the pause is over"
+    for _ in range(2):
+        time.sleep(0.02)
+        loop.publish_if_due()
+    assert [type(message) for message in disk.sent] == [DiskRefused, DiskRefused, Published]
+    assert disk.sent[0].num_groups == 2
+    assert not loop.is_refused
+
+
+def test_a_stale_handle_is_tried_again_for_a_while_and_is_no_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, disk = refused_loop(monkeypatch, errno.ESTALE)
+    loop.publish()
+    time.sleep(0.02)
+    loop.publish()
+    assert [type(message) for message in disk.sent] == [Published]
+    monkeypatch.setattr(rank_loop, "STALE_SECONDS", 0.01)
+    loop, disk = refused_loop(monkeypatch, errno.ESTALE, errno.ESTALE)
+    loop.publish()
+    time.sleep(0.02)
+    with pytest.raises(OSError, match="planted"):
+        loop.publish()
+
+
+def test_other_errors_of_the_disk_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = refused_loop(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match="planted"):
+        loop.publish()
