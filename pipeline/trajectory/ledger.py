@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -40,25 +38,11 @@ class StepRecord(msgspec.Struct, frozen=True):
     consumed: tuple[Entry, ...] = ()
     filtered: tuple[Entry, ...] = ()
     skipped: tuple[Entry, ...] = ()
-    info: dict[str, Any] = {}
 
     @property
     def ended(self) -> tuple[Entry, ...]:
         """All groups that ended in this step."""
         return self.consumed + self.filtered + self.skipped
-
-
-@dataclass(frozen=True)
-class LedgerSummary:
-    """Totals over all recorded steps."""
-
-    steps: int
-    last_step: int
-    consumed_groups: int
-    consumed_rows: int
-    filtered: dict[str, int]
-    """Groups by reason."""
-    skipped: dict[str, int]
 
 
 class Ledger:
@@ -77,14 +61,13 @@ class Ledger:
         consumed: Sequence[Entry] = (),
         filtered: Sequence[Entry] = (),
         skipped: Sequence[Entry] = (),
-        info: dict[str, Any] | None = None,
     ) -> None:
         """Writes the record of a step, durably.
 
         The same again is accepted, so that it can be tried until the disk takes it. Raises ValueError when the step is
         recorded otherwise or a group is named twice; OSError when the disk refuses.
         """
-        made = StepRecord(step, time.time(), tuple(consumed), tuple(filtered), tuple(skipped), info or {})
+        made = StepRecord(step, time.time(), tuple(consumed), tuple(filtered), tuple(skipped))
         twice = [group for group, count in Counter(entry.group for entry in made.ended).items() if count > 1]
         if twice:
             raise ValueError(f"ledger: step {step} ends groups twice: {twice[:5]}")
@@ -145,15 +128,3 @@ class Ledger:
         for path in self._run.ledger.glob("end-*.json"):
             self._run.put_aside(path, f"the run went on from step {step}")
         return later
-
-    def summary(self) -> LedgerSummary:
-        """Totals of what is recorded."""
-        records = self.read()
-        return LedgerSummary(
-            steps=len(records),
-            last_step=records[-1].step if records else 0,
-            consumed_groups=sum(len(made.consumed) for made in records),
-            consumed_rows=sum(len(entry.rows) for made in records for entry in made.consumed),
-            filtered=dict(Counter(entry.reason for made in records for entry in made.filtered)),
-            skipped=dict(Counter(entry.reason for made in records for entry in made.skipped)),
-        )

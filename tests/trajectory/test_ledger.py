@@ -22,18 +22,13 @@ def ledger(run: RunDirectory) -> Ledger:
 
 
 def test_records_come_back_in_order(ledger: Ledger) -> None:
-    ledger.record(1, consumed=[entry(0), entry(1)], filtered=[entry(2, reason="equal rewards")], info={"batch": 2})
+    ledger.record(1, consumed=[entry(0), entry(1)], filtered=[entry(2, reason="equal rewards")])
     ledger.record(2, consumed=[entry(4)], skipped=[Entry(3, 2, reason="timeout")])
     first, second = ledger.read()
     assert first.consumed == (entry(0), entry(1))
-    assert first.info == {"batch": 2}
     assert second.skipped == (Entry(3, 2, "", (), "timeout"),)
     assert ledger.read(1) == [first]
     assert ledger.read(0) == []
-    summary = ledger.summary()
-    assert (summary.steps, summary.last_step, summary.consumed_groups, summary.consumed_rows) == (2, 2, 3, 6)
-    assert summary.filtered == {"equal rewards": 1}
-    assert summary.skipped == {"timeout": 1}
 
 
 def test_a_step_is_recorded_once_and_a_group_ends_once(ledger: Ledger) -> None:
