@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pekoe.pipeline import files
@@ -71,10 +73,16 @@ class ShardWriter:
             return len(self._groups)
 
     def flush(self) -> Published | None:
-        """Publishes the open shard; None when it is empty. Raises OSError naming the file when the disk refuses."""
+        """Publishes the open shard; None when it is empty. Raises OSError naming the file when the disk refuses.
+
+        What has come together while the disk refused may be more than a shard can hold: the rest is due at once.
+        """
         with self._flush_lock:
             with self._lock:
-                groups, self._groups = self._groups, []
+                end = _fitting(self._groups)
+                groups, self._groups = self._groups[:end], self._groups[end:]
+                if self._groups:
+                    self._opened = -math.inf
             if not groups:
                 return None
             path = self._free_path()
@@ -103,3 +111,14 @@ class ShardWriter:
             raise OSError(
                 error.errno, f"cannot publish a shard of {len(groups)} groups: {error.strerror}", str(path)
             ) from error
+
+
+def _fitting(groups: Sequence[Group]) -> int:
+    """How many of the first groups one shard holds: up to the one that makes it full; all, nearly always."""
+    num_rows = num_tokens = 0
+    for index, group in enumerate(groups):
+        if num_rows >= MAX_ROWS or num_tokens >= MAX_TOKENS:
+            return index
+        num_rows += len(group.trajectories)
+        num_tokens += sum(len(trajectory.tokens) for trajectory in group.trajectories)
+    return len(groups)

@@ -23,6 +23,7 @@ from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
 from pekoe.pipeline.records import Group, Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory import writer as writer_module
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.shard import BadShard, Shard
 from pekoe.pipeline.trajectory.store import BadRows, Store
@@ -84,6 +85,23 @@ def test_a_shard_is_due_when_full_or_old(run: RunDirectory, attributes: ShardAtt
     writer.add(make_group(3))
     time.sleep(0.25)
     assert writer.due()
+
+
+def test_what_came_together_while_the_disk_refused_goes_into_several_shards(
+    run: RunDirectory, attributes: ShardAttributes, make_group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notice of a shard must fit into one message."""
+    monkeypatch.setattr(writer_module, "MAX_ROWS", 5)
+    writer = ShardWriter(run, attributes, max_seconds=1000.0)
+    for number in range(6):
+        writer.add(make_group(number, samples=3))
+    published = []
+    while writer.due():
+        notice = writer.flush()
+        assert notice is not None
+        published.append([group.group for group in notice.groups])
+    assert published == [[0, 1], [2, 3], [4, 5]]
+    assert writer.flush() is None
 
 
 def test_a_thousand_groups_make_few_files(run: RunDirectory, attributes: ShardAttributes, make_group: Make) -> None:
