@@ -89,9 +89,11 @@ class Controller:
         self.evaluated_version = version if "evaluation" in parts.done_before else -1
         self.pump = Pump(
             parts.inbox, parts.set_phase, self.describe, parts.stacks_of, self._while_waiting, self.disk,
-            config.cluster.progress_seconds, self._handlers(),
+            config.cluster.progress_seconds, parts.stop.is_over, self._handlers(),
         )  # fmt: skip
         self.wait = self.pump.wait
+        self.is_recorded = True
+        """The last step is in the ledger: a checkpoint may rely on it."""
         self.training = Training(config, parts, self.pump)
 
     def run(self) -> str:
@@ -155,7 +157,7 @@ class Controller:
             return False
         self.version += 1
         losses = self.parts.dispatcher.consume(batch)
-        self.pump.durably("the ledger", lambda: self.parts.record_step(self.version, rows, losses))
+        self.is_recorded = self.pump.durably("the ledger", lambda: self.parts.record_step(self.version, rows, losses))
         stats = {**self.training.stats(), "version": float(self.version)}
         self.parts.report.trained(rows, stats, losses, time.monotonic() - began)
         return True
@@ -247,7 +249,9 @@ class Controller:
     def finish(self) -> str:
         """Checkpoint, export, last evaluation (after a stop the checkpoint only); then everybody is told to stop."""
         self.admitting = False
-        if not self.parts.stop.requested() or self._can_save():
+        if not self.is_recorded:
+            logger.error("step %d is not in the ledger for lack of room: it will be done again", self.version)
+        elif not self.parts.stop.requested() or self._can_save():
             self._save_at_last()
         else:
             self._await_save()
@@ -263,7 +267,8 @@ class Controller:
         outcome = STOPPED if self.parts.stop.requested() else FINISHED
         if outcome == FINISHED:
             losses = self.parts.dispatcher.take_losses()
-            self.pump.durably("the ledger", lambda: self.parts.record_end(self.version, losses))
+            if not self.pump.durably("the ledger", lambda: self.parts.record_end(self.version, losses)):
+                outcome = STOPPED
         for rank in self.parts.rollout_ranks:
             self.parts.post.send(rank, StopRollout(outcome))
         self._tell_trainers(StopTrainer(outcome))

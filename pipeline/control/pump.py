@@ -55,6 +55,8 @@ class Pump:
     disk: DiskWatch
     limit: float
     """Seconds without progress after which a wait ends the run (`cluster.progress_seconds`)."""
+    is_over: Callable[[], bool]
+    """Whether a stop was asked for and no time is left to wait for anything."""
     handlers: dict[type[Message], Callable[[int, Any], None]] = field(default_factory=dict)
     last_progress: float = 0.0
     reason: str = "start"
@@ -95,18 +97,21 @@ class Pump:
                 logger.warning("waiting for %s since %.0f s%s: %s", reason, now - began, named(on()), self.describe())
                 told = now + TELL_SECONDS
 
-    def durably(self, who: str, write: Callable[[], None]) -> None:
-        """A small write that the run cannot go on without: a full disk is waited for."""
+    def durably(self, who: str, write: Callable[[], None]) -> bool:
+        """A small write that the run cannot go on without: a full disk is waited for, after a stop only while there is
+        time for it. False: it was not written."""
         while True:
             try:
                 write()
             except OSError as error:
                 if not files.is_full(error):
                     raise
+                if self.is_over():
+                    return False
                 self.wait_for_room(who, str(error))
                 continue
             self.disk.accept(who)
-            return
+            return True
 
     def wait_for_room(self, who: str, reason: str) -> None:
         """A pause before the next try; nothing is admitted meanwhile."""

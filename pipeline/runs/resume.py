@@ -62,7 +62,7 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     """Head only, of an attempt after the first. ValueError when the ledger does not reach the start point."""
     version, reason = start.version, f"the run went on from version {start.version}"
     ledger = Ledger(run)
-    consumed = {entry.shard for record in ledger.read(version) for entry in record.consumed}
+    consumed = {entry.shard for record in ledger.scan(version) for entry in record.consumed}
     state = read_state(Path(start.checkpoint)) if start.checkpoint else {}
     ledger.set_aside_after(version)
     with MetricsWriter(run, attempt, tensorboard=config.stats_logger.tensorboard) as metrics:
@@ -115,11 +115,12 @@ def done_at(run: RunDirectory, version: int) -> frozenset[str]:
 
 
 def _make_room_aside(run: RunDirectory, version: int) -> None:
-    """Of weights, which are as large as the model, only those of the last abandoned future stay set aside."""
-    if any(path.is_dir() for path in made_after(run.weights, version)):
-        for path in run.set_aside.glob(f"{run.weights.name}__v-*"):
-            if path.is_dir():
-                files.put_away(path)
+    """Of what is as large as the model, only that of the last abandoned future stays set aside."""
+    for folder in (run.weights, run.exports):
+        if any(path.is_dir() for path in made_after(folder, version)):
+            for path in run.set_aside.glob(f"{folder.name}__*"):
+                if path.is_dir():
+                    files.put_away(path)
 
 
 def _finish_moves(folder: Path) -> None:

@@ -166,9 +166,7 @@ class Archive:
                 if self._closing:
                     return
             try:
-                self._archive()
-            except BadShard as error:
-                self._drop_damaged(self._run.relative(error.path), error.reason)
+                self._archive_whole_ones()
             except OSError as error:
                 kind = "the disk is full" if files.is_full(error) else str(error)
                 logger.warning("spent shards stay where they are, the archive tries again later: %s", kind)
@@ -177,6 +175,13 @@ class Archive:
                     self._not_before = time.monotonic() + self._retry_seconds
                     self._flushing = False
                     self._changed.notify_all()
+
+    def _archive_whole_ones(self) -> None:
+        """Archives; a damaged shard is set aside instead."""
+        try:
+            self._archive()
+        except BadShard as error:
+            self._drop_damaged(self._run.relative(error.path), error.reason)
 
     def _is_due(self) -> bool:
         """Anything new to weigh, enough to write, or asked to; called with the lock held."""

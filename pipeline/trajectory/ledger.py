@@ -6,15 +6,20 @@ A group ends exactly once per epoch: consumed (trained on), filtered (sampled, t
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
+
+READERS = 16
+"""Records read at once: each is a round trip of a shared filesystem."""
+READ_AHEAD = 256
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +94,11 @@ class Ledger:
         return sorted(int(path.stem.partition("-")[2]) for path in self._run.ledger.glob("step-*.json"))
 
     def read(self, up_to_step: int | None = None) -> list[StepRecord]:
-        """The records of steps 1..up_to_step (all, when None), in order.
+        """What `scan` gives, all at once."""
+        return list(self.scan(up_to_step))
+
+    def scan(self, up_to_step: int | None = None) -> Iterator[StepRecord]:
+        """The records of steps 1..up_to_step (all, when None), in order, a few read ahead at a time.
 
         Raises ValueError when a step is missing or unreadable: to go on would consume its groups again.
         """
@@ -101,7 +110,9 @@ class Ledger:
                 f"ledger: no record of step {missing[0]} in {self._run.ledger} ({len(missing)} missing up to {last}); "
                 f"{self._next_step()}"
             )
-        return [self._read_step(step) for step in range(1, last + 1)]
+        with concurrent.futures.ThreadPoolExecutor(READERS) as readers:
+            for first in range(1, last + 1, READ_AHEAD):
+                yield from readers.map(self._read_step, range(first, min(first + READ_AHEAD, last + 1)))
 
     def read_step(self, step: int) -> StepRecord:
         """One record; ValueError when it is unreadable or of another step, OSError when it is not there."""

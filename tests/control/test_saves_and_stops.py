@@ -427,3 +427,21 @@ def test_a_run_that_was_suspended_as_a_whole_has_not_waited_meanwhile(monkeypatc
         monkeypatch.setattr(module, "time", Clock)
     assert world.run() == "finished"
     assert jumped == [3600.0]
+
+
+def test_a_step_that_the_ledger_has_no_room_for_is_not_saved_when_the_job_ends() -> None:
+    """No signal comes, and nobody waits until `full_disk_seconds`: the step is done again after a resume."""
+    world = World(config(freq=2, asynchronous=False), 30, 10)
+    world.seconds_left = 400.0
+    original = world._record
+
+    def record(version: int, *rest: object) -> None:
+        if version == 3:
+            world.seconds_left = 1.0
+            raise FULL
+        original(version, *rest)  # type: ignore[arg-type]
+
+    world._record = record  # type: ignore[assignment]
+    assert world.run() == "stopped"
+    assert [version for version, _ in world.consumed] == [1, 2]
+    assert world.folder.committed == [2]

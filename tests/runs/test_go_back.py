@@ -204,12 +204,17 @@ def test_it_can_die_once_at_each_change_of_names(
     assert left > 20
 
 
-def test_of_large_weights_only_the_last_future_stays(run: RunDirectory, config: RunConfig) -> None:
-    back(run, config)
-    (run.weights / "v-3").mkdir()
-    back(run, config, 2)
-    aside = [path.name for path in run.set_aside.iterdir() if path.is_dir() and path.name.startswith("weights__v-")]
-    assert aside == ["weights__v-3"]
+@pytest.mark.parametrize(("kind", "name"), [("weights", "v-3"), ("exports", "step-3")])
+def test_of_copies_of_the_model_only_those_of_the_last_future_stay(
+    kind: str, name: str, run: RunDirectory, config: RunConfig
+) -> None:
+    """So that any number of kills leaves a bounded number of them."""
+    for attempt in range(1, 5):
+        back(run, config, attempt)
+        (run.path / kind / name).mkdir()
+    back(run, config, 5)
+    aside = [path.name for path in run.set_aside.iterdir() if path.is_dir() and path.name.startswith(f"{kind}__")]
+    assert len(aside) == 1
 
 
 def test_archives_of_what_was_not_consumed_yet_are_set_aside(run: RunDirectory, config: RunConfig) -> None:
