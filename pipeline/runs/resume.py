@@ -33,6 +33,9 @@ from pekoe.pipeline.trajectory.store import Store
 
 logger = logging.getLogger(__name__)
 
+EXPORTS_ASIDE = 4
+"""Exports of abandoned futures that are kept, besides those of the last one."""
+
 VERSION = re.compile(r"(?:step|v)-(\d+)(?:\.[\w.]*)?")
 """Name of something that was made at a version."""
 
@@ -115,12 +118,15 @@ def done_at(run: RunDirectory, version: int) -> frozenset[str]:
 
 
 def _make_room_aside(run: RunDirectory, version: int) -> None:
-    """Of what is as large as the model, only that of the last abandoned future stays set aside."""
-    for folder in (run.weights, run.exports):
-        if any(path.is_dir() for path in made_after(folder, version)):
-            for path in run.set_aside.glob(f"{folder.name}__*"):
-                if path.is_dir():
-                    files.put_away(path)
+    """What is as large as the model stays set aside in a bounded number: of weights those of the last abandoned future,
+    of exports the newest."""
+    if any(path.is_dir() for path in made_after(run.weights, version)):
+        for path in run.set_aside.glob(f"{run.weights.name}__v-*"):
+            if path.is_dir():
+                files.put_away(path)
+    exports = [path for path in run.set_aside.glob(f"{run.exports.name}__*") if path.is_dir()]
+    for path in sorted(exports, key=lambda path: path.stat().st_ctime_ns)[:-EXPORTS_ASIDE]:
+        files.put_away(path)
 
 
 def _finish_moves(folder: Path) -> None:

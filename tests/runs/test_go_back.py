@@ -16,7 +16,7 @@ from pekoe.pipeline.control.dispatcher import Dispatcher
 from pekoe.pipeline.observe.metrics import MetricsWriter, event_files, read_metrics
 from pekoe.pipeline.records import Finish, Group, Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.runs.resume import CONTROLLER_STATE, Past, go_back, training_cursor
+from pekoe.pipeline.runs.resume import CONTROLLER_STATE, EXPORTS_ASIDE, Past, go_back, training_cursor
 from pekoe.pipeline.runs.start import RunData, StartPoint
 from pekoe.pipeline.trajectory.archive import Archive
 from pekoe.pipeline.trajectory.ledger import Entry, Ledger
@@ -204,17 +204,16 @@ def test_it_can_die_once_at_each_change_of_names(
     assert left > 20
 
 
-@pytest.mark.parametrize(("kind", "name"), [("weights", "v-3"), ("exports", "step-3")])
-def test_of_copies_of_the_model_only_those_of_the_last_future_stay(
-    kind: str, name: str, run: RunDirectory, config: RunConfig
+@pytest.mark.parametrize(("kind", "name", "count"), [("weights", "v-3", 1), ("exports", "step-3", EXPORTS_ASIDE + 1)])
+def test_any_number_of_kills_leaves_few_copies_of_the_model(
+    kind: str, name: str, count: int, run: RunDirectory, config: RunConfig
 ) -> None:
-    """So that any number of kills leaves a bounded number of them."""
-    for attempt in range(1, 5):
+    for attempt in range(1, 9):
         back(run, config, attempt)
         (run.path / kind / name).mkdir()
-    back(run, config, 5)
+    back(run, config, 9)
     aside = [path.name for path in run.set_aside.iterdir() if path.is_dir() and path.name.startswith(f"{kind}__")]
-    assert len(aside) == 1
+    assert len(aside) == count
 
 
 def test_archives_of_what_was_not_consumed_yet_are_set_aside(run: RunDirectory, config: RunConfig) -> None:
