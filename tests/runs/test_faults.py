@@ -122,7 +122,10 @@ def test_raising_in_any_thread_ends_the_world(fault: str, root: Path, tiny_model
     [
         ("learner", r"for the training step on rank 0 \(\S+ is [46]\): version 2"),
         ("engine", r"for engines to stop at a token on rank 1 \(\S+ is [46]\): version 2"),
-        ("rollout", r"for (engines to stop at a token|the batch of version [12]) on rank 1 \(\S+ is [46]\): version [12]"),
+        (
+            "rollout",
+            r"for (engines to stop at a token|the batch of version [12]) on rank 1 \(\S+ is [46]\): version [12]",
+        ),
     ],
 )
 def test_a_thread_that_stands_still_ends_the_world(

@@ -252,6 +252,23 @@ def run_learner(engine, folder, messages, asynchronous=True, thread=start_thread
     return told
 
 
+def scenario_first(folder, rank, size):
+    """Two updates: undisturbed, with a save before the first one, and by an engine that loaded that save."""
+    config = world.actor(folder, lr=1e-3)
+    found = {}
+    for name in ("undisturbed", "saved", "loaded"):
+        engine = world.build(config)
+        if name == "saved":
+            engine.stage().write(folder / f"first-{size}")
+        if name == "loaded":
+            engine.load(folder / f"first-{size}")
+        for _ in range(2):
+            world.train(engine)
+        found[name] = world.weights(engine)
+        engine.close()
+    return found
+
+
 def scenario_learner(folder, rank, size):
     """Two saves one step apart with a slow writer; one that is refused; one that meets a bug; and without a thread."""
     logging.disable(logging.CRITICAL)

@@ -17,7 +17,15 @@ from pekoe.pipeline.messages import Present, Saved
 
 SCRIPT = Path(__file__).with_name("save_world.py")
 GROUP_SECONDS, SLOW_SECONDS = 4.0, 9.0
-WORLDS = {4: ["seven"], 2: ["beside", "refused", "seven", "seven_resumed"], 1: ["learner", "seven_resumed"]}
+WORLDS = {
+    4: ["seven"],
+    2: ["first", "beside", "refused", "seven", "seven_resumed"],
+    1: ["first", "learner", "seven_resumed"],
+}
+    4: ["seven"],
+    2: ["first", "beside", "refused", "seven", "seven_resumed"],
+    1: ["first", "learner", "seven_resumed"],
+}
 
 
 def run_world(folder: Path, size: int) -> None:
@@ -135,6 +143,14 @@ def test_other_numbers_of_ranks_go_on_alike(results, source, size):
         assert loss == pytest.approx(expected, abs=1e-10)
     for name, tensor in saved["final"].items():
         torch.testing.assert_close(found["final"][name], tensor, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_save_before_the_first_update_changes_nothing_and_is_the_beginning(results, size):
+    found = results["first", size]
+    for name, tensor in found["undisturbed"].items():
+        torch.testing.assert_close(found["saved"][name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(found["loaded"][name], tensor, rtol=0, atol=0)
 
 
 def test_saves_are_written_one_after_the_other_while_the_learner_answers(results, folder):
