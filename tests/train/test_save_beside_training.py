@@ -22,10 +22,6 @@ WORLDS = {
     2: ["first", "beside", "refused", "seven", "seven_resumed"],
     1: ["first", "learner", "seven_resumed"],
 }
-    4: ["seven"],
-    2: ["first", "beside", "refused", "seven", "seven_resumed"],
-    1: ["first", "learner", "seven_resumed"],
-}
 
 
 def run_world(folder: Path, size: int) -> None:
