@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from pekoe.pipeline.messages import TensorSpec
 
+pytestmark = pytest.mark.trainers
+
 SCRIPT = Path(__file__).with_name("fsdp_world.py")
 SCENARIOS = ["forward", "gradients", "variants", "bfloat16", "skip", "save"]
 LAST = {1: [*SCENARIOS, "flash", "leak", "load"], 2: SCENARIOS}

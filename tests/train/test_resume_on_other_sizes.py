@@ -19,6 +19,8 @@ from test_death import heartbeats, start, wait_for_step
 
 from pekoe.pipeline.complete_folder import verify
 
+pytestmark = pytest.mark.trainers
+
 STEPS = 12
 ALLOCATIONS = {1: "hf:d1+fsdp:d1", 2: "hf:d1+fsdp:d2"}
 SYNCHRONOUS = {

@@ -15,6 +15,8 @@ import transformers
 from pekoe.pipeline import complete_folder
 from pekoe.pipeline.messages import Present, Saved
 
+pytestmark = pytest.mark.trainers
+
 SCRIPT = Path(__file__).with_name("save_world.py")
 GROUP_SECONDS, SLOW_SECONDS = 4.0, 9.0
 WORLDS = {
