@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import threading
 import time
@@ -55,7 +54,10 @@ class HeartbeatFiles:
         """`on_request(id)` is called, in a thread of its own, when somebody asks for the stacks of this node."""
         self._run = run
         self._attempt = attempt
-        self._queue: queue.SimpleQueue[Heartbeat | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._newest: dict[int, Heartbeat] = {}
+        """What is to be written, one of each rank: a filesystem that hangs costs no memory."""
+        self._closing = False
         self._on_request = on_request
         self._request_changed = self._stamp()
         self._complained = False
@@ -64,25 +66,26 @@ class HeartbeatFiles:
         self._thread.start()
 
     def put(self, heartbeat: Heartbeat) -> None:
-        self._queue.put(heartbeat)
+        with self._changed:
+            self._newest[heartbeat.rank] = heartbeat
+            self._changed.notify()
 
     def close(self, seconds: float = 2.0) -> None:
         """Writes what waits, for at most so long."""
-        self._queue.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join(seconds)
 
     def _write_all(self) -> None:
         while True:
-            newest: dict[int, Heartbeat] = {}
-            item = self._queue.get()
-            while item is not None:
-                newest[item.rank] = item
-                if self._queue.empty():
-                    break
-                item = self._queue.get()
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest or self._closing)
+                newest, self._newest = self._newest, {}
+                closing = self._closing
             for heartbeat in newest.values():
                 self._write(heartbeat)
-            if item is None:
+            if closing:
                 return
             self._look_for_request()
 

@@ -205,10 +205,12 @@ def _check_rollout(config: RunConfig, findings: Findings) -> None:
             rollout.max_head_offpolicyness,
             "is not allowed with rollout.deterministic; allowed: 0",
         )
-    if rollout.episode_seconds >= config.cluster.progress_seconds:
+    longest = rollout.episode_seconds * (1 + rollout.episode_retries)
+    if longest >= config.cluster.progress_seconds:
         findings.warn(
             "cluster.progress_seconds", config.cluster.progress_seconds,
-            f"ends the run before an episode's time limit does (rollout.episode_seconds {rollout.episode_seconds:g})",
+            f"ends the run before an episode's time limit does (rollout.episode_seconds {rollout.episode_seconds:g}, "
+            f"tried {1 + rollout.episode_retries} times)",
         )  # fmt: skip
     if reward.timeout_seconds >= rollout.episode_seconds:
         findings.warn(

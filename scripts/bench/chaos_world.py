@@ -96,8 +96,12 @@ class ChaosWorld:
         if not self._wait_for(aim, scene, launcher):
             return False
         victim = self._choose(launcher.pid)
-        os.kill(victim.pid, signal.SIGKILL)
         began = time.monotonic()
+        try:
+            os.kill(victim.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self._wait_until_gone(launcher)
+            return False
         self._wait_until_gone(launcher)
         seconds = round(time.monotonic() - began, 2)
         self.kills.append(Kill(aim, victim.name, scene.attempt, scene.ledger_step(), seconds))
