@@ -441,7 +441,7 @@ def damage(path: Path, how: str) -> None:
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(
-    max_examples=int(os.environ.get("PEKOE_HISTORIES", "80")), stateful_step_count=50, deadline=None,
+    max_examples=int(os.environ.get("PEKOE_HISTORIES", "60")), stateful_step_count=50, deadline=None,
     suppress_health_check=list(HealthCheck), print_blob=True,
 )  # fmt: skip
 

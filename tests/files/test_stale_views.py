@@ -16,6 +16,7 @@ from run_command import Outcome, base_overrides, environment, run  # noqa: E402
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.trainers
 def test_ranks_that_do_not_see_the_checkpoint_yet_go_on_from_it(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {
         **base_overrides(tmp_path, tiny_model, sums, "stale"), "allocation": "hf:d1+fsdp:d2",

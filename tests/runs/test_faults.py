@@ -148,6 +148,7 @@ def test_a_thread_that_stands_still_ends_the_world(
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.trainers
 def test_damaged_shards_are_set_aside_and_their_groups_sampled_again(root: Path, tiny_model: Path, sums: Path) -> None:
     """Two colocated ranks: one trainer finds bad rows, the other none; both forget the plan, the engines wake."""
     world = World(root, tiny_model, sums, allocation="hf:d2|fsdp:d2", total_train_steps=8)
@@ -248,14 +249,16 @@ def test_other_worlds_stopped_in_their_own_phases_go_on(name: str, root: Path, t
 
 
 def stop_and_go_on(world: World, stops: list[Stop]) -> None:
-    """The first signal reaches `pekoe run` or the rollout rank alone, the second one all ranks 50 ms later."""
+    """The first signal, by turns one of three, reaches `pekoe run` or the rollout rank alone, the second one all ranks
+    50 ms later."""
     for stop in stops:
         number = world.starts
         slow = "_with_slow_evaluation" if stop.waits_for == "the last evaluation" else ""
         process = world.start(f"wait_for_stop{slow}:{stop.waits_for}", *filter(None, [stop.override]))
         world.wait_for_mark(f"waits {number}", process)
         ranks = {rank: int(beat["pid"]) for rank, beat in heartbeats(world.path).items()}
-        os.kill(process.pid if number % 2 == 0 else ranks[1], signal.SIGTERM)
+        first = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)[number % 3]
+        os.kill(process.pid if number % 2 == 0 else ranks[1], first)
         time.sleep(0.05)
         for pid in ranks.values():
             os.kill(pid, signal.SIGTERM)
@@ -277,6 +280,7 @@ def stop_and_go_on(world: World, stops: list[Stop]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.trainers
 def test_shards_of_a_killed_run_are_adopted_on_another_allocation(root: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {"recover.freq_steps": 1, "recover.asynchronous": "false", "rollout.shard_max_groups": 1}
     world = World(root, tiny_model, sums, total_train_steps=6, **overrides)

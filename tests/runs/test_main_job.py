@@ -33,7 +33,9 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.trainers) if name == "two-and-two" else name for name in WORLDS]
+)
 def test_a_world_runs_to_its_end(name: str, tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {
         **base_overrides(tmp_path, tiny_model, sums, name), "valid_dataset.type": "jsonl", "valid_dataset.path": sums,

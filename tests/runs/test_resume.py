@@ -19,7 +19,7 @@ STEPS = 30
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("allocation", ["hf:d1+fsdp:d1", "hf:d1|fsdp:d1"])
+@pytest.mark.parametrize("allocation", ["hf:d1+fsdp:d1", pytest.param("hf:d1|fsdp:d1", marks=pytest.mark.trainers)])
 def test_stopped_runs_go_on_where_they_were(allocation: str, tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {
         **base_overrides(tmp_path, tiny_model, sums, "stopped"), "allocation": allocation,

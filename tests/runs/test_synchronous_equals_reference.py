@@ -22,6 +22,7 @@ STEPS, BATCH, SAMPLES = 3, 4, 4
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.trainers
 def test_synchronous_world_equals_the_reference_and_itself(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {
         **base_overrides(tmp_path, tiny_model, sums, "first"), "rollout.max_head_offpolicyness": 0,

@@ -334,6 +334,7 @@ def test_damaged_ones_are_set_aside_with_their_reason(run):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.trainers
 def test_kill_at_any_instant_leaves_a_complete_loadable_newest_one(run):
     """A process that trains and saves beside it; each one loads what the last one left, and checks every value."""
     chance = random.Random(5)
