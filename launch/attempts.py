@@ -85,6 +85,30 @@ def begin_fresh(config: RunConfig, launcher: str, overrides: Sequence[str] = ())
     return _begin(run, config, launcher, overrides, os.getcwd())
 
 
+def prepare_run(config: RunConfig) -> RunDirectory:
+    """A run that a job will begin: its folder with configuration and code, and no attempt yet.
+
+    RunDirectoryError if the directory holds a run that got somewhere.
+    """
+    run = run_directory(config)
+    remains = _remains(run)
+    if remains:
+        raise RunDirectoryError(
+            f"{run.path} holds a run already ({remains}). Continue it with `pekoe resume {run.path}`, "
+            "or give another trial_name=…, or remove the folder"
+        )
+    from pekoe.pipeline.config.snapshot import snapshot_code, write_run_config
+
+    files.put_away(run.code)
+    run.create()
+    make_reserve(run)
+    write_run_config(run, config)
+    snapshot_code(run, PACKAGE_ROOT)
+    record = {"id": uuid.uuid4().hex, "began": time.time(), "attempts": [], "directory": os.getcwd()}
+    files.write_json(run.run_json, record)
+    return run
+
+
 def begin_resumed(run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str] = ()) -> Attempt:
     """The next attempt of a run, with the code of the first."""
     check_resumable(run)

@@ -1,6 +1,7 @@
 """From a YAML file and `key=value` overrides to one typed `RunConfig`.
 
-    defaults ─► preset that the YAML names ─► YAML ─► preset given as algorithm=NAME ─► key=value ─► interpolation
+    defaults ─► presets that the YAML names ─► YAML ─► presets given as algorithm=NAME, cluster.site=NAME ─► key=value
+             ─► interpolation
 
 A preset that the YAML names is its base: the YAML's own keys win. A preset asked for on the command line wins over the
 YAML. Explicit key=value wins over everything. So an effective configuration loads again to itself.
@@ -25,7 +26,9 @@ from pekoe.pipeline.config.schema import ConfigError, keys_of
 from pekoe.pipeline.config.values import build, unknown
 
 CLOCK_TIME = re.compile(r"\d+(:\d+)+")
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithm"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PRESETS = CONFIGS / "algorithm"
+SITES = CONFIGS / "clusters"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -47,10 +50,13 @@ def from_yaml_text(text: str, overrides: Sequence[str] = (), source: str = "conf
     problems = _unknown_keys(RunConfig, written, source) + _unknown_keys(RunConfig, given, "the command line")
     if problems:
         raise ConfigError(problems, source)
-    if "algorithm" in given:
-        merged = OmegaConf.merge(written, read_preset(given["algorithm"]), given)
-    else:
-        merged = OmegaConf.merge(read_preset(written.get("algorithm")), written, given)
+    under, over = [], []
+    for name, read in (("algorithm", read_preset), ("cluster.site", read_site)):
+        if _has(given, name):
+            over.append(read(OmegaConf.select(given, name)))
+        else:
+            under.append(read(OmegaConf.select(written, name)))
+    merged = OmegaConf.merge(*under, written, *over, given)
     assert isinstance(merged, DictConfig)
     return _typed(OmegaConf.to_container(merged), source)
 
@@ -69,17 +75,45 @@ def read_preset(name: Any) -> DictConfig:
     """The keys of a preset; of None, none."""
     if name is None:
         return OmegaConf.create({})
-    names = preset_names()
+    return _read_named("algorithm", name, PRESETS)
+
+
+def site_names() -> list[str]:
+    """The presets that `cluster.site` may name."""
+    return sorted(path.stem for path in SITES.glob("*.yaml"))
+
+
+def read_site(name: Any) -> DictConfig:
+    """The keys of a site: a preset's name, or the path of a YAML file; of None, none."""
+    if name is None:
+        return OmegaConf.create({})
+    if str(name).endswith((".yaml", ".yml")) and Path(name).is_file():
+        return _read_partial(Path(name))
+    return _read_named("cluster.site", name, SITES)
+
+
+def _read_named(key: str, name: Any, folder: Path) -> DictConfig:
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in names:
         near = difflib.get_close_matches(str(name), names, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"algorithm: {name!r} is no preset{hint}; allowed: {', '.join(names)}, or null")
-    path = PRESETS / f"{name}.yaml"
+        raise ConfigError(f"{key}: {name!r} is no preset{hint}; allowed: {', '.join(names)}, or null")
+    return _read_partial(folder / f"{name}.yaml")
+
+
+def _read_partial(path: Path) -> DictConfig:
     preset = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     problems = _unknown_keys(RunConfig, preset, str(path))
     if problems:
         raise ConfigError(problems, str(path))
     return preset
+
+
+def _has(given: DictConfig, name: str) -> bool:
+    """Whether a dotted key was given, be it as null."""
+    section, _, key = name.rpartition(".")
+    inside = OmegaConf.select(given, section) if section else given
+    return isinstance(inside, DictConfig) and key in inside
 
 
 def _parse_yaml(text: str, source: str) -> DictConfig:

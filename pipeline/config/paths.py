@@ -44,6 +44,8 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     if resolved.valid_dataset is not None:
         _dataset(resolved.valid_dataset, "valid_dataset", problems)
     resolved.cluster.fileroot = str(Path(config.cluster.fileroot).expanduser().absolute())
+    if config.cluster.site is not None and config.cluster.site.endswith((".yaml", ".yml")):
+        resolved.cluster.site = str(Path(config.cluster.site).expanduser().absolute())
     if problems:
         raise ConfigError(problems)
     return resolved

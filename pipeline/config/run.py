@@ -10,6 +10,7 @@ from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.fields import setting
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.rollout import RewardConfig, RolloutConfig, WorkflowConfig
+from pekoe.pipeline.config.rollout_array import RolloutArrayConfig
 from pekoe.pipeline.config.schedule import (
     EvaluatorConfig,
     RecoverConfig,
@@ -41,6 +42,7 @@ class RunConfig:
     gconfig: GenerationConfig = setting(GenerationConfig, "sampling for training")
     eval_gconfig: GenerationConfig | None = setting(None, "sampling for evaluation; null = as gconfig")
     rollout: RolloutConfig = setting(RolloutConfig, "rollout side")
+    rollout_array: RolloutArrayConfig = setting(RolloutArrayConfig, "worlds that attach to the run")
     workflow: WorkflowConfig = setting(WorkflowConfig, "what an episode does")
     reward: RewardConfig = setting(RewardConfig, "how completions are judged")
     actor: ActorConfig = setting(ActorConfig, "the trained model")
