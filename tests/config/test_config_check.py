@@ -61,7 +61,15 @@ def test_a_sound_configuration_passes_without_warnings(folder: Path) -> None:
 
 
 def test_every_declared_limit_is_enforced() -> None:
-    config = from_yaml_text("", ["valid_dataset.path=x", "eval_gconfig.top_k=1", "actor.adv_norm.eps=1"])
+    config = from_yaml_text(
+        "",
+        [
+            "valid_dataset.path=x",
+            "eval_gconfig.top_k=1",
+            "actor.adv_norm.eps=1",
+            "cluster.rollout_nodes.n_nodes=1",
+        ],
+    )
     assert wrong_limits(config) == []
     enforced = 0
     for key in all_keys():

@@ -22,7 +22,15 @@ DOCS = ROOT / "docs" / "configuration.md"
 
 
 def test_every_key_is_shown_with_its_meaning_in_one_column() -> None:
-    config = from_yaml_text("", ["valid_dataset.path=v", "eval_gconfig.top_k=3", "actor.adv_norm.eps=1e-6"])
+    config = from_yaml_text(
+        "",
+        [
+            "valid_dataset.path=v",
+            "eval_gconfig.top_k=3",
+            "actor.adv_norm.eps=1e-6",
+            "cluster.rollout_nodes.n_nodes=2",
+        ],
+    )
     lines = show(config).splitlines()
     keys = list(all_keys())
     assert len(lines) == len(keys)
