@@ -73,6 +73,26 @@ class RunDirectory:
         return self.path / "errors"
 
     @property
+    def slurm(self) -> Path:
+        """What was submitted: scripts, job ids, submitit's files, output of the jobs."""
+        return self.path / "slurm"
+
+    @property
+    def leases(self) -> Path:
+        """Prompts offered to attached worlds, and who holds which."""
+        return self.path / "leases"
+
+    @property
+    def inbox(self) -> Path:
+        """Notices of attached worlds to the head."""
+        return self.path / "inbox"
+
+    @property
+    def attached(self) -> Path:
+        """A small run directory of each attached world: its logs, heartbeats, errors."""
+        return self.path / "attached"
+
+    @property
     def eval(self) -> Path:
         return self.path / "eval"
 
