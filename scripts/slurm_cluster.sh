@@ -24,7 +24,7 @@ fail() { echo "slurm cluster: $*" >&2; exit 1; }
 
 install_packages() {
   local lacking=() package
-  for package in slurm-wlm slurmdbd mariadb-server munge iproute2 openmpi-bin libopenmpi3 libpmix2; do
+  for package in slurm-wlm slurmdbd mariadb-server munge iproute2 openmpi-bin libopenmpi3 libpmix-dev; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q "install ok installed" || lacking+=("$package")
   done
   [ ${#lacking[@]} -eq 0 ] && return
