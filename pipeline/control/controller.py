@@ -334,7 +334,7 @@ class Controller:
     def _handlers(self) -> dict[type[Message], Callable[[int, Any], None]]:
         dispatcher = self.parts.dispatcher
         return {
-            Finished: lambda source, message: dispatcher.on_finished(message),
+            Finished: lambda source, message: dispatcher.on_finished(message, source),
             Published: self._on_published,
             Rejected: lambda source, message: dispatcher.on_rejected(message),
             DiskRefused: lambda source, message: self.disk.refuse(f"a shard of rank {source}", message.reason),

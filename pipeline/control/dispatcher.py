@@ -212,8 +212,9 @@ class Dispatcher:
         n_samples = self.config.gconfig.n_samples
         self.post.send(rank, Assign(number, try_number, example, n_samples, version))
 
-    def on_finished(self, message: Finished) -> None:
-        group = self.table.finish(message.group, message.try_number)
+    def on_finished(self, message: Finished, holder: int | None = None) -> None:
+        """`holder`: the rank that says so, in whose open shard the group lies; None: the one that sampled it."""
+        group = self.table.finish(message.group, message.try_number, holder)
         if group is not None:
             self._stop_running(group)
             self.admission.accept()
@@ -264,12 +265,13 @@ class Dispatcher:
         either policy nothing is waited for longer than `stale_wait_seconds`.
         """
         rollout, want = self.config.rollout, self.want()
+        is_over = waited_seconds >= rollout.stale_wait_seconds
+        if not is_over and (rollout.stale_policy == "wait" or len(self.table.ready) < want):
+            return
         late = self.table.overdue(version, want)
-        if waited_seconds >= rollout.stale_wait_seconds:
+        if is_over:
             limit = time.monotonic() - rollout.stale_wait_seconds
             late = [g for g in (late or self.table.running()) if g.since < limit]
-        elif rollout.stale_policy == "wait" or len(self.table.ready) < want:
-            return
         for group in late:
             age = version - group.admitted_version
             logger.warning("group %d was admitted %d steps ago and still runs: cancelled", group.number, age)

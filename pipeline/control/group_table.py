@@ -15,7 +15,7 @@ class GroupState(enum.Enum):
 
     RUNNING = "running"
     FINISHED = "finished"
-    """Its episodes are done; it lies in an open shard on its rank."""
+    """Its episodes are done; it lies in the open shard of its holder."""
     READY = "ready"
     """Its shard is published."""
 
@@ -32,8 +32,10 @@ class OutstandingGroup:
     since: float
     """When it was admitted (monotonic seconds)."""
     state: GroupState = GroupState.RUNNING
+    holder: int = -1
+    """Rank in whose open shard it lies (its own, or its node's writer); -1 while it runs."""
     flush_asked: bool = False
-    """Its rank was told to publish the shard in which it lies."""
+    """Its holder was told to publish the shard in which it lies."""
     shard: str = ""
     rows: tuple[Row, ...] = ()
 
@@ -59,13 +61,20 @@ class GroupTable:
     groups: dict[int, OutstandingGroup] = field(default_factory=dict)
     ready: dict[int, OutstandingGroup] = field(default_factory=dict)
     """In order of completion (a dict keeps it)."""
+    finished: dict[int, OutstandingGroup] = field(default_factory=dict)
+    """FINISHED ones, in order of completion."""
     due: Counter[int] = field(default_factory=Counter)
     """Groups by deadline; empty when eta is None."""
+    _num_unasked: int = 0
+    """FINISHED groups whose holder was not asked yet: without any there is nothing to flush."""
+    _num_busy: Counter[int] = field(default_factory=Counter)
+    """Groups still to be published, by the rank that they are on."""
 
     def admit(self, group: OutstandingGroup) -> None:
         if group.number in self.groups:
             raise AssertionError(f"group {group.number} was admitted twice")
         self.groups[group.number] = group
+        self._num_busy[group.rank] += 1
         if self.eta is not None:
             self.due[self._deadline(group)] += 1
 
@@ -74,35 +83,57 @@ class GroupTable:
         group = self.groups.get(number)
         return group if group is not None and group.try_number == try_number else None
 
-    def finish(self, number: int, try_number: int) -> OutstandingGroup | None:
+    def finish(self, number: int, try_number: int, holder: int | None = None) -> OutstandingGroup | None:
+        """`holder`: the rank whose open shard it lies in; None: the one that sampled it."""
         group = self.find(number, try_number)
         if group is None or group.state is not GroupState.RUNNING:
             return None
-        group.state = GroupState.FINISHED
+        self._leave(group)
+        group.state, group.holder = GroupState.FINISHED, group.rank if holder is None else holder
+        self.finished[number] = group
+        self._num_unasked += 1
+        self._num_busy[group.holder] += 1
         return group
 
     def publish(self, shard: str, published: PublishedGroup) -> OutstandingGroup | None:
         group = self.find(published.group, published.try_number)
         if group is None or group.state is GroupState.READY:
             return None
+        self._leave(group)
         group.state, group.shard, group.rows = GroupState.READY, shard, published.rows
         self.ready[group.number] = group
         return group
 
     def remove(self, number: int) -> OutstandingGroup:
-        self.ready.pop(number, None)
         group = self.groups.pop(number)
+        self._leave(group)
         if self.eta is not None:
             self.due[self._deadline(group)] -= 1
             if not self.due[self._deadline(group)]:
                 del self.due[self._deadline(group)]
         return group
 
+    def _leave(self, group: OutstandingGroup) -> None:
+        """Out of what is kept for groups in its state."""
+        if group.state is GroupState.READY:
+            self.ready.pop(group.number)
+            return
+        rank = group.rank
+        if group.state is GroupState.FINISHED:
+            self.finished.pop(group.number)
+            self._num_unasked -= not group.flush_asked
+            rank = group.holder
+        self._num_busy[rank] -= 1
+        if not self._num_busy[rank]:
+            del self._num_busy[rank]
+
     def choose(self, version: int, want: int | None = None) -> list[OutstandingGroup] | None:
         """The batch of the step at `version`, sorted by admission number, or None while it is not complete.
 
         Nothing is taken out yet.
         """
+        if len(self.ready) < (self.batch if want is None else want):
+            return None
         selection = self.select(version, want, list(self.ready.values()))
         if selection.lacking:
             return None
@@ -113,15 +144,16 @@ class GroupTable:
 
         A rank is named once for what it holds now.
         """
-        finished = [g for g in self.groups.values() if g.state is GroupState.FINISHED]
-        if not finished:
+        if not self._num_unasked or len(self.ready) + len(self.finished) < (self.batch if want is None else want):
             return set()
-        selection = self.select(version, want, [*self.ready.values(), *finished])
+        selection = self.select(version, want, [*self.ready.values(), *self.finished.values()])
         if selection.lacking:
             return set()
-        ranks = {g.rank for g in selection.chosen if g.state is GroupState.FINISHED and not g.flush_asked}
-        for group in finished:
-            group.flush_asked = group.flush_asked or group.rank in ranks
+        ranks = {g.holder for g in selection.chosen if g.state is GroupState.FINISHED and not g.flush_asked}
+        for group in self.finished.values():
+            if not group.flush_asked and group.holder in ranks:
+                group.flush_asked = True
+                self._num_unasked -= 1
         return ranks
 
     def overdue(self, version: int, want: int | None = None) -> list[OutstandingGroup]:
@@ -186,7 +218,7 @@ class GroupTable:
 
     def busy_ranks(self) -> list[int]:
         """Ranks that groups still to be published are on."""
-        return sorted({g.rank for g in self.groups.values() if g.state is not GroupState.READY})
+        return sorted(self._num_busy)
 
     def shards(self) -> set[str]:
         """Shards that READY groups lie in."""
