@@ -6,8 +6,9 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
     head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
     rollout -> head    DiskRefused
-    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, Save, Export, RollCall, StopTrainer
-    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, Saved, Exported, Present
+    head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
+    trainer -> head    Hello, RowsRead, StepDone, WeightsSent, WeightsShared, Saved, Exported, Present
+    foreman -> rollout Follow, beside what a head sends (rollout ranks of an attached world)
     any   -> head      Heartbeat, SignalReceived, Leaving, Stacks
     head  -> any       Farewell, ShowStacks
 """
@@ -187,6 +188,30 @@ class WeightsSent(Message, frozen=True):
     error: str = ""
     disk_is_full: bool = False
     """The error is lack of space or quota: it is worth trying again."""
+
+
+class ShareWeights(Message, frozen=True):
+    """To trainer ranks, at a step boundary: write the weights of `version` to disk for attached worlds."""
+
+    version: int
+
+
+class WeightsShared(Message, frozen=True):
+    """From trainer rank 0: attached worlds can load `version` (or why not)."""
+
+    version: int
+    seconds: float
+    token: str = ""
+    """Tells these weights from those that another attempt wrote under the same number."""
+    error: str = ""
+    disk_is_full: bool = False
+
+
+class Follow(Message, frozen=True):
+    """To the rollout ranks of an attached world: the run is in this attempt now. Every assignment of the one before was
+    cancelled; what lies in the open shard is thrown away, and shards carry this attempt from now on."""
+
+    attempt: int
 
 
 class WeightsLoaded(Message, frozen=True):

@@ -26,6 +26,7 @@ from pekoe.pipeline.messages import Published
 from pekoe.pipeline.observe.metrics import MetricsWriter, read_metrics
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.start import RunData, StartPoint
+from pekoe.pipeline.runs.transports import SHARED
 from pekoe.pipeline.train.checkpoint import CONTROLLER_STATE
 from pekoe.pipeline.trajectory.archive import Archive
 from pekoe.pipeline.trajectory.ledger import Ledger
@@ -70,10 +71,11 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     ledger.set_aside_after(version)
     with MetricsWriter(run, attempt, tensorboard=config.stats_logger.tensorboard) as metrics:
         metrics.truncate_after(version)
-    for folder in (run.path, run.ledger, run.metrics, run.set_aside, run.exports, run.eval, run.weights):
+    shared = run.weights / SHARED
+    for folder in (run.path, run.ledger, run.metrics, run.set_aside, run.exports, run.eval, run.weights, shared):
         _finish_moves(folder)
     _make_room_aside(run, version)
-    for folder in (run.exports, run.eval, run.weights):
+    for folder in (run.exports, run.eval, run.weights, shared):
         for path in sorted(made_after(folder, version)):
             run.put_aside(path, reason)
     cursor = training_cursor(config, data)
@@ -120,10 +122,11 @@ def done_at(run: RunDirectory, version: int) -> frozenset[str]:
 def _make_room_aside(run: RunDirectory, version: int) -> None:
     """What is as large as the model stays set aside in a bounded number: of weights those of the last abandoned future,
     of exports the newest."""
-    if any(path.is_dir() for path in made_after(run.weights, version)):
-        for path in run.set_aside.glob(f"{run.weights.name}__v-*"):
-            if path.is_dir():
-                files.put_away(path)
+    for folder, name in ((run.weights, "weights__v-*"), (run.weights / SHARED, f"weights__{SHARED}__v-*")):
+        if any(path.is_dir() for path in made_after(folder, version)):
+            for path in run.set_aside.glob(name):
+                if path.is_dir():
+                    files.put_away(path)
     exports = [path for path in run.set_aside.glob(f"{run.exports.name}__*") if path.is_dir()]
     for path in sorted(exports, key=lambda path: path.stat().st_ctime_ns)[:-EXPORTS_ASIDE]:
         files.put_away(path)

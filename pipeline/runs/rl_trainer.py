@@ -22,12 +22,13 @@ from pekoe.pipeline.messages import Endpoint, Hello, Inbox, PublishWeights, Tens
 from pekoe.pipeline.records import PackedBatch, RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
-from pekoe.pipeline.runs.transports import transport_setup
+from pekoe.pipeline.runs.transports import shared_setup, transport_setup
 from pekoe.pipeline.train.checkpoint import ENGINE, LATE_SECONDS, Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.train.learner import INBOX_KINDS, BadRowsError, Learner, LearnerParts
 from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state, seed_generators
 from pekoe.pipeline.trajectory.store import BadRows, Store
+from pekoe.pipeline.weights.disk import DiskTransport
 from pekoe.pipeline.weights.transport import WeightSender
 from pekoe.pipeline.weights.transport_setup import TransferError
 
@@ -49,28 +50,37 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
         engine = build_engine(context)
     transport = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode")
     sender: WeightSender = transport.sender(transport_setup(context, "trainer"))
+    shared: WeightSender = DiskTransport.sender(shared_setup(context, "trainer"))
     store = Store(context.run)
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
         load_checkpoint(context, engine)
-    learner = build_learner(context, inbox, engine, sender, store, checkpoints)
+    learner = build_learner(context, inbox, engine, sender, shared, store, checkpoints)
     context.watch("learner", learner.progress)
     if context.is_head:
         crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
     world.post.send(HEAD, Hello("trainer", context.start.version))
     outcome = learner.run()
     sender.close()
+    shared.close()
     engine.close()
     dist.destroy_process_group()
     return outcome
 
 
 def build_learner(
-    context: RunContext, inbox: Inbox, engine: TrainEngine, sender: WeightSender, store: Store, checkpoints: Checkpoints
+    context: RunContext,
+    inbox: Inbox,
+    engine: TrainEngine,
+    sender: WeightSender,
+    shared: WeightSender,
+    store: Store,
+    checkpoints: Checkpoints,
 ) -> Learner:
     """The learner with what it needs of the other stages."""
     config, world = context.config, context.world
+    token = shared.open_epoch(0, (HEAD,)) if context.is_head else ""
 
     def read_rows(keys: Sequence[RowKey]) -> list[tuple[int, Trajectory]]:
         try:
@@ -92,6 +102,10 @@ def build_learner(
     ) -> None:
         sender.send(message.version, message.epoch, message.members, specs, weights)
 
+    def share_weights(version: int, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]]) -> str:
+        shared.send(version, 0, (HEAD,), specs, weights)
+        return token
+
     parts = LearnerParts(
         post=world.post,
         inbox=inbox,
@@ -103,6 +117,7 @@ def build_learner(
         needs_prox_forward=needs_prox_forward(config.actor),
         transfer_error=TransferError,
         send_weights=send_weights,
+        share_weights=share_weights,
         check_sequences=check_sequences(config),
         checkpoint_folder=checkpoints.part,
         other_files=lambda: {rng_file(world.rank): capture_rng_state(context.device)},

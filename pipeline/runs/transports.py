@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pekoe.pipeline.runs.context import RunContext
 from pekoe.pipeline.weights.transport_setup import TransportSetup
 
 MIB = 1 << 20
+SHARED = "shared"
+"""Folder in the run's `weights/` from which attached worlds load."""
 
 
 def transport_setup(context: RunContext, role: str) -> TransportSetup:
@@ -21,3 +25,8 @@ def transport_setup(context: RunContext, role: str) -> TransportSetup:
         bucket_bytes=weights.bucket_mib * MIB,
         bucket_seconds=weights.bucket_seconds,
     )
+
+
+def shared_setup(context: RunContext, role: str, reader: str = "") -> TransportSetup:
+    """Weights on disk for attached worlds, whatever the transport to the run's own rollout ranks is."""
+    return replace(transport_setup(context, role), folder=context.run.weights / SHARED, reader=reader)

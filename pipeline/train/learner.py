@@ -3,7 +3,7 @@
 Plan      read and verify this rank's rows, answer RowsRead; wait outside of any collective
 Commit    proximal log-probs -> advantages -> one optimiser update a minibatch -> StepDone      (collective from here)
 Replan    forget the rows
-PublishWeights, Export         collective too; the head sends them to all trainer ranks in one order
+PublishWeights, ShareWeights, Export   collective too; the head sends them to all trainer ranks in one order
 Save      copy the state (collective); a saver thread writes it while training goes on, and answers Saved
 RollCall  answer Present: this rank stands at a step boundary
 StopTrainer                    leave, when the save in flight is over
@@ -36,9 +36,11 @@ from pekoe.pipeline.messages import (
     RollCall,
     RowsRead,
     Save,
+    ShareWeights,
     StepDone,
     StopTrainer,
     WeightsSent,
+    WeightsShared,
 )
 from pekoe.pipeline.records import Finish, PackedBatch, RowKey, Trajectory, pack
 from pekoe.pipeline.train.checkpoint import ENGINE
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INBOX_KINDS: tuple[type[Message], ...] = (
-    Plan, Commit, Replan, PublishWeights, Save, Export, RollCall, StopTrainer,
+    Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer,
 )  # fmt: skip
 
 
@@ -85,6 +87,8 @@ class LearnerParts:
     transfer_error: type[Exception]
     """What `send_weights` raises when the transfer, not this rank, has failed."""
     send_weights: Callable[[PublishWeights, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], None]
+    share_weights: Callable[[int, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], str]
+    """Writes a version to disk for attached worlds; gives the token that they know it by."""
     check_sequences: list[list[int]]
     checkpoint_folder: Callable[[int], Path]
     """Where the checkpoint of a version is being put together; the same on all ranks."""
@@ -137,6 +141,8 @@ class Learner:
                     self.rows = None
                 case PublishWeights():
                     self.publish(message)
+                case ShareWeights():
+                    self.share(message)
                 case Save():
                     self.save(message)
                 case Export():
@@ -210,6 +216,22 @@ class Learner:
             disk_is_full = isinstance(failure, OSError) and files.is_full(failure)
         check = [float(x) for x in self._check_logprobs()]
         self._tell_from_first(WeightsSent(message.version, time.monotonic() - began, tuple(check), error, disk_is_full))
+
+    def share(self, message: ShareWeights) -> None:
+        """Writes the weights for attached worlds; the head rank reports."""
+        began = time.monotonic()
+        if message.version != self.version:
+            raise AssertionError(f"{message} at version {self.version}")
+        engine = self.parts.engine
+        token, error, disk_is_full = "", "", False
+        try:
+            token = self.parts.share_weights(message.version, engine.weight_specs(), engine.weights())
+        except (self.parts.transfer_error, OSError) as failure:
+            logger.exception("version %d could not be written for attached worlds", message.version)
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+            disk_is_full = isinstance(failure, OSError) and files.is_full(failure)
+        seconds = time.monotonic() - began
+        self._tell_from_first(WeightsShared(message.version, seconds, token, error, disk_is_full))
 
     def export(self, message: Export) -> None:
         """A Hugging Face folder; without room for it nothing of it stays, and the head is told."""

@@ -5,7 +5,7 @@
     away
 
 The epoch's token, told to members as its endpoint, tells these weights from those that an earlier attempt left under
-the same number.
+the same number. The marker names the tensors, too, for a reader that no message told of them.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class DiskSender:
 
     def __init__(self, setup: TransportSetup) -> None:
         self._setup = setup
-        self._weights = setup.run.weights
+        self._weights = setup.weights_folder
         self._tokens: dict[int, str] = {}
         self._written: list[int] = []
-        self._readers = Pins(setup.run.weights, patience_seconds=4 * setup.bucket_seconds)
+        self._readers = Pins(setup.weights_folder, patience_seconds=4 * setup.bucket_seconds)
 
     def open_epoch(self, epoch: int, members: tuple[int, ...]) -> str:
         """Returns the epoch's token."""
@@ -92,7 +92,8 @@ class DiskSender:
             files.put_away(part)
             files.make_folder(part)
             self._write(part, specs, pending)
-            complete_folder.seal(part, {"version": version, "token": token}, hashed=self._setup.verify)
+            facts = {"version": version, "token": token, "tensors": [[s.name, list(s.shape), s.dtype] for s in specs]}
+            complete_folder.seal(part, facts, hashed=self._setup.verify)
             files.put_away(final)
             files.publish(part, final)
         except Exception as error:
@@ -154,8 +155,8 @@ class DiskReceiver:
 
     def __init__(self, setup: TransportSetup) -> None:
         self._setup = setup
-        self._weights = setup.run.weights
-        self._pin = Pin(setup.run.weights, f"rank-{setup.rank}")
+        self._weights = setup.weights_folder
+        self._pin = Pin(setup.weights_folder, setup.reader or f"rank-{setup.rank}")
         self._token = ""
         self._specs: tuple[TensorSpec, ...] = ()
 
@@ -166,13 +167,16 @@ class DiskReceiver:
             self._specs = message.tensors
 
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every tensor from the mapped files, in the announced order."""
+        """Yields every tensor from the mapped files, in the announced order (in the sender's, if none was announced)."""
         if not self._token:
             raise TransferError(f"weights version {version}: no epoch is prepared on rank {self._setup.rank}")
         self._pin.hold(version)
         try:
             marker = self._await_version(version)
-            yield from self._read(version, [str(entry["name"]) for entry in marker["files"]])
+            specs = self._specs or tuple(
+                TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in marker["tensors"]
+            )
+            yield from self._read(version, [str(entry["name"]) for entry in marker["files"]], specs)
         finally:
             self._pin.release()
 
@@ -220,15 +224,17 @@ class DiskReceiver:
             if told["token"] == self._token:
                 raise TransferError(f"weights version {version}: the sender failed: {told['error']}")
 
-    def _read(self, version: int, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        expected = {spec.name: spec for spec in self._specs}
+    def _read(
+        self, version: int, names: list[str], specs: tuple[TensorSpec, ...]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        expected = {spec.name: spec for spec in specs}
         for name in names:
             self._pin.hold(version)
             with self._open(version_folder(self._weights, version) / name) as content:
                 keys = set(content.keys())
                 if unknown := keys - expected.keys():
                     raise TransferError(f"weights version {version}: {name} holds {sorted(unknown)}, not announced")
-                for spec in [spec for spec in self._specs if spec.name in keys]:
+                for spec in [spec for spec in specs if spec.name in keys]:
                     tensor = content.get_tensor(spec.name)
                     check_tensor(spec, spec.name, tensor)
                     del expected[spec.name]

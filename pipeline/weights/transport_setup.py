@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pekoe.pipeline.run_directory import RunDirectory
@@ -40,6 +41,14 @@ class TransportSetup:
     """Compare a checksum of every bucket on both sides (costs a pass over the bytes)."""
     keep_versions: int = 2
     """Newest versions that the disk transport keeps."""
+    folder: Path | None = None
+    """Where the disk transport writes; None = the run's `weights/`."""
+    reader: str = ""
+    """Name under which a receiver of the disk transport says what it reads; empty = `rank-N`."""
+
+    @property
+    def weights_folder(self) -> Path:
+        return self.folder or self.run.weights
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
