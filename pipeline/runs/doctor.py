@@ -10,7 +10,6 @@ make sense of is a finding, too. Imports neither torch nor MPI.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import time
@@ -25,7 +24,16 @@ from pekoe.pipeline.config.schema import all_keys
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import run_files
 from pekoe.pipeline.runs.attempt_history import AttemptFacts, End, read_attempts, sentence
-from pekoe.pipeline.runs.finding import Finding, Severity, counted, first_few, note, ok, problem
+from pekoe.pipeline.runs.finding import (
+    Finding,
+    first_few,
+    note,
+    ok,
+    problem,
+    problems_of,
+    report_json,
+    report_text,
+)
 from pekoe.pipeline.runs.rank_health import Places, examine_ranks
 from pekoe.pipeline.runs.saved_state import (
     LedgerFacts,
@@ -56,31 +64,15 @@ class Diagnosis:
 
     @property
     def problems(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.severity is Severity.PROBLEM]
+        return problems_of(self.findings)
 
     def text(self) -> str:
         """For people: by area, the next step under each finding, a verdict at the end."""
-        lines = [f"run {self.run}"]
-        area = ""
-        for finding in self.findings:
-            if finding.area != area:
-                area = finding.area
-                lines.append(area)
-            mark = {Severity.OK: "ok", Severity.NOTE: "note", Severity.PROBLEM: "PROBLEM"}[finding.severity]
-            first, *more = finding.text.splitlines() or [""]
-            lines.append(f"  {mark:<8}{first}")
-            lines += [f"          {line}" for line in more]
-            if finding.next_step:
-                lines.append(f"          -> {finding.next_step}")
-        notes = sum(finding.severity is Severity.NOTE for finding in self.findings)
-        found = counted(len(self.problems), "problem") if self.problems else "nothing is wrong"
-        lines.append(f"{found}, {counted(notes, 'note')}")
-        return "\n".join(lines)
+        return report_text(f"run {self.run}", self.findings)
 
     def json(self) -> str:
         """The same for programs."""
-        findings = [dataclasses.asdict(finding) for finding in self.findings]
-        return json.dumps({"run": str(self.run), "exit_code": self.exit_code, "findings": findings}, indent=1)
+        return report_json({"run": str(self.run)}, self.exit_code, self.findings)
 
 
 def diagnose(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -51,3 +53,34 @@ def first_few(names: Iterable[object], most: int = 5) -> str:
 def counted(count: int, singular: str, plural: str = "") -> str:
     """`1 shard`, `2 shards`."""
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
+def problems_of(findings: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity is Severity.PROBLEM]
+
+
+def report_text(title: str, findings: Sequence[Finding]) -> str:
+    """For people: by area, the next step under each finding, a verdict at the end."""
+    lines = [title]
+    area = ""
+    for finding in findings:
+        if finding.area != area:
+            area = finding.area
+            lines.append(area)
+        mark = {Severity.OK: "ok", Severity.NOTE: "note", Severity.PROBLEM: "PROBLEM"}[finding.severity]
+        first, *more = finding.text.splitlines() or [""]
+        lines.append(f"  {mark:<8}{first}")
+        lines += [f"          {line}" for line in more]
+        if finding.next_step:
+            lines.append(f"          -> {finding.next_step}")
+    problems = problems_of(findings)
+    notes = sum(finding.severity is Severity.NOTE for finding in findings)
+    found = counted(len(problems), "problem") if problems else "nothing is wrong"
+    lines.append(f"{found}, {counted(notes, 'note')}")
+    return "\n".join(lines)
+
+
+def report_json(subject: dict[str, object], exit_code: int, findings: Sequence[Finding]) -> str:
+    """The same for programs: what was examined, the exit code, the findings."""
+    listed = [dataclasses.asdict(finding) for finding in findings]
+    return json.dumps({**subject, "exit_code": exit_code, "findings": listed}, indent=1)
