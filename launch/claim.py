@@ -1,0 +1,158 @@
+"""One driver at a time for a run: who begins its next attempt takes a claim first, a file that only one can create.
+
+    RUN/claims/0.json, 1.json, …   each start of a driver that was let in: job, restarts of the job, host, process
+    RUN/claims/0.ended, …          it has ended in order
+
+The newest claim counts. While its owner may live, a second claimant is turned away and has touched nothing. The claim
+of an owner that is dead does not block: the next number is taken, and of many who try, one gets it. No lock is held
+(on shared filesystems locks may lie), and no claim is ever taken away.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from pekoe.launch.job_states import read_state
+from pekoe.launch.slurm_commands import SlurmError
+from pekoe.launch.terminal import say
+from pekoe.pipeline import files
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
+from pekoe.pipeline.run_directory import RunDirectory
+
+FOLDER = "claims"
+DRAINING_SECONDS = 60.0
+"""How long a claimant waits for a job that is just ending, or for a controller that gives no answer."""
+POLL_SECONDS = 1.0
+REMOTE_SILENCE_SECONDS = 60.0
+"""An owner outside Slurm on another host is taken for dead when neither it nor a rank was heard for so long."""
+CLOCK_SECONDS = 5.0
+"""What a host's clock may be set by while it is up: times of start move with it."""
+HOLDING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT"})
+"""States of a job whose processes may live."""
+LEAVING = "COMPLETING"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A start of a driver."""
+
+    host: str
+    pid: int
+    began: float
+    """Of the process, seconds since 1970: tells it from a later one with its number."""
+    claimed: float
+    job_id: str | None
+    """Slurm's, `<array job>_<element>` in an array; None outside Slurm."""
+    restarts: int
+    """How often Slurm has requeued that job."""
+
+    def __str__(self) -> str:
+        job = f"job {self.job_id} (restart {self.restarts}), " if self.job_id else ""
+        return f"{job}pid {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run that is this process's own, until `release`."""
+
+    path: Path
+    owner: Owner
+
+    def release(self) -> None:
+        """After the end of the last attempt. A claim that is not released ends with its process or job."""
+        files.write_bytes(self.path.with_suffix(".ended"), b"")
+
+
+def claim(run: RunDirectory, job_id: str | None, restarts: int = 0) -> Claim | None:
+    """Takes the run for this process, or says who has it and returns None: then leave with code 0 and touch nothing.
+
+    SlurmError when Slurm does not say within a minute whether the owner's job still runs.
+    """
+    me = Owner(socket.gethostname(), os.getpid(), _began(os.getpid()) or 0.0, time.time(), job_id, restarts)
+    folder = run.path / FOLDER
+    deadline = time.monotonic() + DRAINING_SECONDS
+    while True:
+        number = _newest(folder)
+        if number is not None:
+            owner = _read(folder / f"{number}.json")
+            if not (folder / f"{number}.ended").exists() and _lives(run, owner, me, deadline):
+                say(f"{run.path} is being run by {owner} already; nothing to do here")
+                return None
+        files.make_folder(folder)
+        path = folder / f"{0 if number is None else number + 1}.json"
+        if _create(path, me):
+            return Claim(path, me)
+
+
+def newest_owner(run: RunDirectory) -> Owner | None:
+    """Who took the run last, dead or alive; None if nobody has."""
+    number = _newest(run.path / FOLDER)
+    return None if number is None else _read(run.path / FOLDER / f"{number}.json")
+
+
+def _newest(folder: Path) -> int | None:
+    numbers = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
+    return max(numbers, default=None)
+
+
+def _read(path: Path) -> Owner:
+    record = files.read_json(path)
+    return Owner(**{name: record[name] for name in Owner.__dataclass_fields__})
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """The file appears whole, for one of all who try: a hard link to a name that exists is refused."""
+    mine = path.with_name(f"{path.name}.{owner.host}.{owner.pid}{files.PART}")
+    files.write_json(mine, asdict(owner))
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        return False
+    finally:
+        files.remove(mine)
+    files.fsync_folder(path.parent)
+    return True
+
+
+def _lives(run: RunDirectory, owner: Owner, me: Owner, deadline: float) -> bool:
+    """Whether the owner may still touch the run."""
+    if owner.job_id is not None and owner.job_id == me.job_id and owner.restarts != me.restarts:
+        # a node that was cut off may start late what Slurm has long started again elsewhere
+        return owner.restarts > me.restarts
+    if owner.host == me.host:
+        began = _began(owner.pid)
+        return began is not None and abs(began - owner.began) < CLOCK_SECONDS
+    if owner.job_id is None:
+        heard = max([owner.claimed, *(found.time for found in read_heartbeats(run))])
+        return time.time() - heard < REMOTE_SILENCE_SECONDS
+    return owner.job_id == me.job_id or _job_holds(owner.job_id, deadline)
+
+
+def _job_holds(job_id: str, deadline: float) -> bool:
+    """Whether processes of the job may live. A job that is ending gets time to end."""
+    while True:
+        try:
+            state = read_state(job_id).state
+        except SlurmError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            if state != LEAVING:
+                return state in HOLDING
+            if time.monotonic() > deadline:
+                return True
+        time.sleep(POLL_SECONDS)
+
+
+def _began(pid: int) -> float | None:
+    """When the process began; None if there is none."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
