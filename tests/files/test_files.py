@@ -42,6 +42,7 @@ OWN_WRITES = {
     "launch/supervisor.py": "notes to the launcher in a private folder of this node",
     "launch/guardian.py": "notes to the launcher in a private folder of this node",
     "launch/local.py": "notes to the launcher in a private folder of this node",
+    "launch/packed_environment.py": "what the archive holds, unpacked on a disk of this node; nothing is installed yet",
 }
 """Files that write without the layer, with the reason why no fault need be injected there."""
 
