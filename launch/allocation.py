@@ -32,6 +32,7 @@ __all__ = [
     "check_has_rollout",
     "parse",
     "place",
+    "place_attached",
 ]
 
 ROLLOUT_ENGINES = ("hf", "vllm", "sglang")
@@ -284,6 +285,12 @@ def _backend(text: str, key: str, engines: tuple[str, ...]) -> Part:
     if part.role not in ("actor", "rollout"):
         raise reader.error(f"{part.role!r} does not belong here", "name other parts in allocation", 0)
     return part
+
+
+def place_attached(config: RunConfig) -> Placement:
+    """The placement of an attached world: `allocation` is one rollout part, e.g. `hf:d2`; no rank trains."""
+    part = _backend(config.allocation, "allocation", ROLLOUT_ENGINES)
+    return Placement((replace(part, ranks=tuple(range(part.size))),))
 
 
 def check_engines(placement: Placement) -> None:

@@ -154,7 +154,8 @@ def load_checked(source: str, overrides: Sequence[str], quiet: bool = True) -> t
     placement = place(config)
     warnings = check(config, placement)
     check_engines(placement)
-    check_has_rollout(placement)
+    if not config.rollout_array.enabled:
+        check_has_rollout(placement)
     if not quiet:
         for warning in warnings:
             print(f"pekoe: warning: {warning}", file=sys.stderr)

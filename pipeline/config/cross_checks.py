@@ -254,7 +254,19 @@ def check_placement(config: RunConfig, placement: PlacementFacts, findings: Find
             f"has {trainers} trainer ranks for {per_update} sequences per update: some idle",
         )
     if config.task == "rl" and not placement.rollout_ranks:
-        findings.wrong("allocation", str(placement), "has no rollout part; allowed: one, e.g. hf:d1+fsdp:d1")
+        _check_no_rollout(config, placement, findings)
+
+
+def _check_no_rollout(config: RunConfig, placement: PlacementFacts, findings: Findings) -> None:
+    """Legal where worlds may attach; evaluation beside training needs rollout ranks of the run's own."""
+    if not config.rollout_array.enabled:
+        findings.wrong(
+            "allocation", str(placement),
+            "has no rollout part; allowed: one, e.g. hf:d1+fsdp:d1, or none with rollout_array.enabled",
+        )  # fmt: skip
+    evaluator = config.evaluator
+    if evaluator.freq_steps or evaluator.at_start or evaluator.at_end:
+        findings.wrong("allocation", str(placement), "has no rollout part, and the evaluator needs one; allowed: one")
 
 
 def _check_heartbeats(config: RunConfig, findings: Findings) -> None:

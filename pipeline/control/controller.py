@@ -51,13 +51,14 @@ from pekoe.pipeline.messages import (
     WeightsLoaded,
     WeightsReady,
     WeightsSent,
+    WeightsShared,
 )
 
 logger = logging.getLogger(__name__)
 
 INBOX_KINDS: tuple[type[Message], ...] = (
     Hello, Finished, Published, Rejected, DiskRefused, Evaluated, RowsRead, StepDone, WeightsReady, WeightsSent,
-    WeightsLoaded, PhaseReached, Saved, Exported, Present,
+    WeightsLoaded, WeightsShared, PhaseReached, Saved, Exported, Present,
 )  # fmt: skip
 FINISHED, STOPPED = "finished", "stopped"
 """How a run ends: done, or to be resumed."""
@@ -143,9 +144,11 @@ class Controller:
             chosen = dispatcher.table.choose(self.version, want)
             if chosen is None:
                 dispatcher.flush(self.version, want)
+            dispatcher.starve(chosen is None)
+            self._share_weights()
             return chosen
 
-        batch = self.wait(complete, f"the batch of version {self.version}", on=dispatcher.table.busy_ranks)
+        batch = self.wait(complete, f"the batch of version {self.version}", on=self._who_samples)
         self.parts.report.wait_seconds = time.monotonic() - began
         return batch if isinstance(batch, list) else None
 
@@ -165,8 +168,17 @@ class Controller:
     def update_weights(self) -> None:
         """Every engine goes on with this version; a stop gives up one that waits for room on the disk."""
         began = time.monotonic()
-        stood_still = self.parts.weights.bring(self.version, self.pump, self.parts.stop.requested)
-        self.parts.report.updated(self.parts.weights.logprob_gap(), time.monotonic() - began, stood_still)
+        gap, stood_still = (0.0, 0.0), 0.0
+        if self.parts.rollout_ranks:
+            stood_still = self.parts.weights.bring(self.version, self.pump, self.parts.stop.requested)
+            gap = self.parts.weights.logprob_gap()
+        self._share_weights()
+        self.parts.report.updated(gap, time.monotonic() - began, stood_still)
+
+    def _share_weights(self) -> None:
+        """At a step boundary: this version goes to disk for attached worlds, beside training."""
+        if self.parts.attached is not None:
+            self.parts.attached.weights.bring(self.version)
 
     def at_intervals(self) -> None:
         """Checkpoint, export and evaluation that are due at this version."""
@@ -319,6 +331,8 @@ class Controller:
         self.parts.stop.listen()
         if self.admitting and not self.disk.is_full:
             self.parts.dispatcher.admit_all()
+        if self.parts.attached is not None and self.parts.attached.is_alone():
+            self.pump.last_progress = time.monotonic()
         self.parts.report.progress(self)
 
     def describe(self) -> str:
@@ -344,7 +358,12 @@ class Controller:
             Exported: lambda source, message: self.exported.__setitem__(message.path, message),
             Hello: lambda source, message: self.hello.setdefault(source, set()).add(message.role),
             Present: self._on_present,
+            WeightsShared: self._on_weights_shared,
         }
+
+    def _on_weights_shared(self, source: int, message: WeightsShared) -> None:
+        assert self.parts.attached is not None
+        self.parts.attached.weights.on_shared(message, self.disk)
 
     def _on_published(self, source: int, message: Published) -> None:
         self.disk.accept(f"a shard of rank {source}")
@@ -365,6 +384,10 @@ class Controller:
     def _on_present(self, source: int, message: Present) -> None:
         if message.number == self.roll_calls:
             self.present.add(source)
+
+    def _who_samples(self) -> list[int]:
+        """Ranks of this world that groups are on."""
+        return [rank for rank in self.parts.dispatcher.table.busy_ranks() if rank >= 0]
 
     def _check_early_end(self) -> None:
         """The data ended before the steps did: normal when groups were filtered, an error if no step was ever made."""

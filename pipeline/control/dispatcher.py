@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.admission import Admission
+from pekoe.pipeline.control.attached_worlds import BOARD, GroupBoard
 from pekoe.pipeline.control.group_table import GroupState, GroupTable, OutstandingGroup
 from pekoe.pipeline.control.shelf import Shelf, oldest_version
 from pekoe.pipeline.messages import Assign, Cancel, Finished, Flush, Post, Published, Rejected
@@ -81,9 +82,12 @@ class Dispatcher:
     """Owns admission, the table of outstanding groups and the cursor. One thread (the controller's) calls it."""
 
     def __init__(
-        self, config: RunConfig, post: Post, cursor: AdmissionOrder, rollout_ranks: Sequence[int], num_steps: int
-    ) -> None:
-        self.config, self.post, self.cursor = config, post, cursor
+        self, config: RunConfig, post: Post, cursor: AdmissionOrder, rollout_ranks: Sequence[int], num_steps: int,
+        board: GroupBoard | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.post, self.cursor, self.board = config, post, cursor, board
+        self.on_board = 0
+        """Groups that run on attached worlds, or wait for one."""
         eta, batch = config.rollout.max_head_offpolicyness, config.train_dataset.batch_size
         concurrent = config.rollout.max_concurrent_rollouts or (eta + 1 if eta is not None else 4) * batch
         self.admission = Admission(concurrent, batch, eta)
@@ -130,6 +134,7 @@ class Dispatcher:
             "ready": float(len(self.table.ready)),
             "outstanding": float(len(self.table.groups)),
             "reissues": float(len(self.reissues)),
+            "on_board": float(self.on_board),
         }
 
     def restore(self, state: dict[str, Any], version: int) -> None:
@@ -167,8 +172,8 @@ class Dispatcher:
         return idle
 
     def admit_all(self) -> None:
-        """Admits while there is capacity, data, and a step left that needs it."""
-        while self.admission.capacity() > 0 and self._wanted() > 0:
+        """Admits while there is capacity, data, a step left that needs it, and somebody who can sample."""
+        while self.admission.capacity() > 0 and self._wanted() > 0 and (rank := self._place()) is not None:
             if self.reissues:
                 number, example, try_number = self.reissues.popleft()
             else:
@@ -179,7 +184,7 @@ class Dispatcher:
                 number, example = admitted
                 try_number = self.tries.pop(number, 0)
             if not self._adopt(number, example):
-                self._assign(number, example, try_number)
+                self._assign(number, example, try_number, rank)
                 if number in self.owed:
                     self.counts["issued_again"] += 1
             self.owed.discard(number)
@@ -204,13 +209,32 @@ class Dispatcher:
         remaining = (self.num_steps - self.admission.version) * self.admission.batch
         return remaining - len(self.table.groups)
 
-    def _assign(self, number: int, example: int, try_number: int) -> None:
+    def _place(self) -> int | None:
+        """Where the next group goes: the least loaded rank, or the board if a rank of the attached worlds has less to
+        do; None while there is nobody."""
+        own = self.ranks.least() if self.ranks.loads else None
+        if self.board is None or self.board.capacity() <= 0:
+            return own
+        if own is None or self.on_board < self.ranks.loads[own] * max(self.board.num_ranks(), 1):
+            return BOARD
+        return own
+
+    def _assign(self, number: int, example: int, try_number: int, rank: int) -> None:
         self.admission.admit()
-        rank, version = self.ranks.least(), self.admission.version
-        self.ranks.add(rank, 1)
+        version = self.admission.version
         self.table.admit(OutstandingGroup(number, try_number, example, version, rank, time.monotonic()))
-        n_samples = self.config.gconfig.n_samples
-        self.post.send(rank, Assign(number, try_number, example, n_samples, version))
+        assign = Assign(number, try_number, example, self.config.gconfig.n_samples, version)
+        if rank == BOARD and self.board is not None:
+            self.on_board += 1
+            self.board.offer(assign)
+        else:
+            self.ranks.add(rank, 1)
+            self.post.send(rank, assign)
+
+    def starve(self, is_starving: bool) -> None:
+        """Whether the trainer waits for groups: attached worlds then publish what is done at once."""
+        if self.board is not None:
+            self.board.starve(is_starving and self.on_board > 0)
 
     def on_finished(self, message: Finished, holder: int | None = None) -> None:
         """`holder`: the rank that says so, in whose open shard the group lies; None: the one that sampled it."""
@@ -275,7 +299,10 @@ class Dispatcher:
         for group in late:
             age = version - group.admitted_version
             logger.warning("group %d was admitted %d steps ago and still runs: cancelled", group.number, age)
-            self.post.send(group.rank, Cancel(group.number, group.try_number))
+            if group.rank == BOARD and self.board is not None:
+                self.board.withdraw(group.number, group.try_number)
+            else:
+                self.post.send(group.rank, Cancel(group.number, group.try_number))
             self._stop_running(group)
             self.admission.reject()
             self.table.remove(group.number)
@@ -342,4 +369,7 @@ class Dispatcher:
         losses.append(Loss(group.number, group.try_number, reason))
 
     def _stop_running(self, group: OutstandingGroup) -> None:
-        self.ranks.add(group.rank, -1)
+        if group.rank == BOARD:
+            self.on_board -= 1
+        else:
+            self.ranks.add(group.rank, -1)

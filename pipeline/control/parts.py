@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pekoe.pipeline.control.attached_worlds import AttachedWorlds
 from pekoe.pipeline.control.checkpoint_saves import CheckpointFiles
 from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
 from pekoe.pipeline.control.step import PlanRows, ScoreRows, StepRows
@@ -26,6 +27,8 @@ class ControllerParts:
     colocated: bool
     dispatcher: Dispatcher
     weights: WeightUpdates
+    attached: AttachedWorlds | None
+    """None: worlds may not attach to this run."""
     score: ScoreRows
     plan_rows: PlanRows
     num_validation: int

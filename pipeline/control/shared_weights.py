@@ -32,7 +32,6 @@ class SharedWeights:
     trainer_ranks: Sequence[int]
     announce: Callable[[WeightsShared], None]
     """Tells attached worlds of a version that is complete."""
-    disk: DiskWatch
     in_flight: int | None = None
     written: int = -1
     failures: int = 0
@@ -47,17 +46,17 @@ class SharedWeights:
         for rank in self.trainer_ranks:
             self.post.send(rank, ShareWeights(version))
 
-    def on_shared(self, message: WeightsShared) -> None:
+    def on_shared(self, message: WeightsShared, disk: DiskWatch) -> None:
         """The version in flight is complete, or not. Raises SharedWeightsError after MAX_TRIES failures in a row."""
         self.in_flight = None
         if not message.error:
-            self.disk.accept(WHO)
+            disk.accept(WHO)
             self.written, self.failures = message.version, 0
             self.announce(message)
             return
         self.not_before = time.monotonic() + RETRY_SECONDS
         if message.disk_is_full:
-            self.disk.refuse(WHO, message.error)
+            disk.refuse(WHO, message.error)
             return
         self.failures += 1
         if self.failures == MAX_TRIES:
