@@ -8,9 +8,11 @@ Processes (reward pool) start before MPI does; torch is imported by the wiring.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pekoe.launch import environment, rank_environment
 from pekoe.launch.attempts import Attempt, RunDirectoryError, attempt_began, note_end
 from pekoe.launch.environment import Facts, wrong_size
+from pekoe.launch.fence import Fence
 from pekoe.launch.rank_state import RankState
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
 from pekoe.launch.supervisor import Reports, supervise
@@ -43,6 +46,10 @@ class Origin:
     """Known when a launcher has begun it; else the head begins it when the world is formed."""
     begin: Callable[[RunConfig], Attempt] | None = None
     """Called by the head of a joined world."""
+    place: Callable[[RunConfig], Placement] | None = None
+    """Which ranks do what; None = as `allocation` says."""
+    wiring: str = "pekoe.pipeline.runs.rl"
+    """Module whose `prepare` and `run` make this kind of run."""
 
 
 def run_rank(origin: Origin) -> NoReturn:
@@ -57,6 +64,8 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     state = RankState(facts.rank, facts.host, reports)
     state.catch_everything()
     rank_environment.raise_open_files()
+    if origin.attempt is not None:
+        reports.tell(run=str(origin.attempt.run.path), attempt=origin.attempt.number)
     try:
         config = origin.load()
     except ValueError as error:
@@ -67,7 +76,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     reports.tell(grace=config.cluster.grace_seconds + config.cluster.abort_seconds)
     from pekoe.launch.allocation import place
 
-    placement = place(config)
+    placement = (origin.place or place)(config)
     if facts.size != placement.world_size:
         if facts.rank == 0:
             print(f"pekoe: {wrong_size(placement.world_size, facts)}", file=sys.stderr, flush=True)
@@ -79,10 +88,10 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     if origin.attempt is not None:
         _enter_attempt(state, origin.attempt)
     from pekoe.launch.world import World
-    from pekoe.pipeline.runs import rl
 
     state.set_phase("preparing")
-    prepared = rl.prepare(config, roles)
+    wiring = importlib.import_module(origin.wiring)
+    prepared = wiring.prepare(config, roles)
     settings = world_settings(config)
     with World.join(placement.world_size, settings, facts=facts, state=state, signals=signals) as world:
         try:
@@ -98,7 +107,12 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         for note in facts.notes:
             logger.info(note)
         world.ends_at = world.share(_job_end(config, facts, attempt) if world.rank == 0 else None)
-        code = int(rl.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
+        over = threading.Event()
+        if world.rank == 0:
+            fence = Fence(attempt.run, attempt.number)
+            world.start("fence", lambda: fence.watch(over))
+        code = int(wiring.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
+        over.set()
         if world.rank == 0:
             note_end(attempt, code, signals.first)
         world.finalize(code)
