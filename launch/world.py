@@ -80,6 +80,7 @@ class World:
         self.post: Post = post
         self.address = LOOPBACK if len(set(self.hosts)) == 1 else own_address()
         """Under which the other ranks reach this one: loopback when all are on one host."""
+        self.job_id = facts.job_id
         self.attempt = state.attempt
         self.state = state
         self.settings = settings

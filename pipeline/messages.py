@@ -6,6 +6,7 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
     head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
     rollout -> head    DiskRefused
+    rollout -> rollout HandedOver
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, WeightsShared, Saved, Exported, Present
     foreman -> rollout Follow, beside what a head sends (rollout ranks of an attached world)
@@ -67,10 +68,17 @@ class Flush(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """A group is done and lies in an open shard; the head asks for it by Flush when a batch needs it."""
+    """A group is done and lies in the open shard of the rank that says so, which need not be the one that sampled it;
+    the head asks for it by Flush when a batch needs it."""
 
     group: int
     try_number: int
+
+
+class HandedOver(Message, frozen=True):
+    """To the writer rank of the same node: finished groups lie in this file of the memory that both share."""
+
+    path: str
 
 
 class Cancel(Message, frozen=True):

@@ -3,6 +3,9 @@
 Beside it run: the executor (workflows, an asyncio thread) and the engine (decoding, its own thread or process). Who
 waits: the executor for tokens and rewards, the engine for requests and while weights load, this loop for messages. The
 executor's results come back through this loop's own inbox, so that shards are written here and nowhere else.
+
+On big worlds one rank of each node writes for all of its node: the others hand it their finished groups through memory
+that they share, and it answers the head for them. A rank for whose groups there is no room writes them itself.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import errno
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +29,7 @@ from pekoe.pipeline.messages import (
     Evaluated,
     Finished,
     Flush,
+    HandedOver,
     Inbox,
     Message,
     Phase,
@@ -50,8 +54,10 @@ RETRY_SECONDS = 2.0
 STALE_SECONDS = 60.0
 """For how long a stale handle of the network filesystem is tried again."""
 INBOX_KINDS: tuple[type[Message], ...] = (
-    Assign, AssignEvaluation, Cancel, Flush, PrepareWeights, Phase, Wake, StopRollout,
+    Assign, AssignEvaluation, Cancel, Flush, HandedOver, PrepareWeights, Phase, Wake, StopRollout,
 )  # fmt: skip
+MAX_HANDED_OVER = 16
+"""Groups that go to the node's writer in one file, at most: what has finished together."""
 
 
 class GroupWriter(Protocol):
@@ -62,6 +68,16 @@ class GroupWriter(Protocol):
     def due(self) -> bool: ...
     @property
     def num_groups(self) -> int: ...
+
+
+class HandOver(Protocol):
+    """The way from a rank to its node's writer (`trajectory/hand_over.py`)."""
+
+    writer: int
+    """Rank that writes the shards of this node."""
+
+    def put(self, groups: Sequence[Group]) -> str | None: ...
+    def take(self, path: str) -> list[Group]: ...
 
 
 class WeightSource(Protocol):
@@ -94,6 +110,8 @@ class RolloutParts:
     """Longest sequence that a trainer can take (`actor.mb_spec.max_tokens_per_mb`)."""
     set_phase: Callable[[str], None]
     set_version: Callable[[int], None]
+    hand_over: HandOver | None = None
+    """None: every rank writes its own shards."""
 
 
 class RolloutLoop:
@@ -102,6 +120,8 @@ class RolloutLoop:
     def __init__(self, parts: RolloutParts) -> None:
         self.parts = parts
         self.executor: Executor | None = None
+        self.done: list[Group] = []
+        """Finished groups that go to the node's writer next; empty whenever the inbox is."""
         self.is_paused = False
         self.is_asleep = False
         self.is_running = False
@@ -151,9 +171,13 @@ class RolloutLoop:
 
     def handle(self, message: Message | GroupDone) -> None:
         assert self.executor is not None
+        if not isinstance(message, GroupDone):
+            self.pass_on()
         match message:
             case GroupDone():
                 self.take(message.group)
+            case HandedOver():
+                self.take_over(message.path)
             case Assign():
                 self.executor.submit(message)
             case AssignEvaluation():
@@ -176,14 +200,43 @@ class RolloutLoop:
                 raise AssertionError(f"the rollout loop cannot handle {message!r}")
 
     def take(self, group: Group) -> None:
-        """A finished group goes into the open shard, unless a sequence is longer than a trainer can take."""
+        """A finished group goes into the open shard, this rank's or its node's, unless a sequence is longer than a
+        trainer can take."""
         longest = max(len(t.tokens) for t in group.trajectories)
         if longest > self.parts.max_tokens:
             detail = f"a sequence has {longest} tokens; actor.mb_spec.max_tokens_per_mb is {self.parts.max_tokens}"
             self.parts.post.send(self.parts.head, Rejected(group.number, group.try_number, "too_long", detail))
             return
+        if self.parts.hand_over is None or self.parts.hand_over.writer == self.parts.post.rank:
+            self.keep(group)
+            return
+        self.done.append(group)
+        if self.parts.inbox.empty() or len(self.done) >= MAX_HANDED_OVER:
+            self.pass_on()
+
+    def keep(self, group: Group) -> None:
+        """Into this rank's own open shard: the head hears of it from here."""
         self.parts.writer.add(group)
         self.parts.post.send(self.parts.head, Finished(group.number, group.try_number))
+
+    def pass_on(self) -> None:
+        """What has finished together goes to the node's writer; without room there, into this rank's own shard."""
+        if not self.done:
+            return
+        assert self.parts.hand_over is not None
+        done, self.done = self.done, []
+        path = self.parts.hand_over.put(done)
+        if path is not None:
+            self.parts.post.send(self.parts.hand_over.writer, HandedOver(path))
+            return
+        for group in done:
+            self.keep(group)
+
+    def take_over(self, path: str) -> None:
+        """Groups of another rank of this node."""
+        assert self.parts.hand_over is not None
+        for group in self.parts.hand_over.take(path):
+            self.keep(group)
 
     def publish(self) -> None:
         """Publishes the open shard. Without room on the disk its groups are kept, the head is told, and it is tried

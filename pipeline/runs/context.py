@@ -38,8 +38,12 @@ class World(Protocol):
 
     rank: int
     size: int
+    hosts: tuple[str, ...]
+    """Host of each rank."""
     address: str
     """Under which other ranks reach this one."""
+    job_id: str | None
+    """Slurm job that the world runs in, with the array's task; None outside of jobs."""
     attempt: int
     post: Post
     stop_requested: threading.Event

@@ -18,6 +18,7 @@ from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
 from pekoe.pipeline.runs.rl_trainer import transport_name
 from pekoe.pipeline.runs.transports import transport_setup
+from pekoe.pipeline.trajectory.hand_over import HandOver
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.writer import ShardWriter
 from pekoe.pipeline.weights.transport import WeightReceiver
@@ -41,6 +42,7 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     receiver: WeightReceiver = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").receiver(
         transport_setup(context, "rollout")
     )
+    hand_over = open_hand_over(context)
     loop = RolloutLoop(
         RolloutParts(
             post=world.post,
@@ -53,6 +55,7 @@ def roll(context: RunContext, pool: RewardPool) -> str:
             max_tokens=config.actor.mb_spec.max_tokens_per_mb,
             set_phase=set_phase,
             set_version=world.set_version,
+            hand_over=hand_over,
         )
     )
     executor = build_executor(context, tokenizer, engine, pool, loop)
@@ -72,6 +75,8 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     world.post.send(HEAD, Hello("rollout", context.start.version))
     outcome = loop.run(executor)
     executor_ended.wait(EXECUTOR_STOP_SECONDS)
+    if hand_over is not None:
+        hand_over.close()
     receiver.close()
     engine.close()
     return outcome
@@ -150,6 +155,15 @@ def open_writer(context: RunContext) -> ShardWriter:
     return ShardWriter(
         context.run, attributes, max_groups=rollout.shard_max_groups, max_seconds=rollout.shard_max_seconds
     )
+
+
+def open_hand_over(context: RunContext) -> HandOver | None:
+    """On big worlds the first rollout rank of each node writes for all of its node."""
+    world, rollout_ranks = context.world, context.ranks.rollout_ranks
+    if len(rollout_ranks) <= context.config.cluster.ranks_per_writer:
+        return None
+    writer = min(rank for rank in rollout_ranks if world.hosts[rank] == world.hosts[world.rank])
+    return HandOver(context.run, world.attempt, world.job_id, world.rank, writer)
 
 
 def sampling_parameters(config: GenerationConfig) -> SamplingParameters:

@@ -102,7 +102,7 @@ def sequence_texts(groups: Sequence[Group]) -> dict[str, list[bytes]]:
     """
     return {
         "example": [name for group in groups for name in [_name(group.example)] * len(group.trajectories)],
-        "info": [_json_text(trajectory.info) for group in groups for trajectory in group.trajectories],
+        "info": [info_json(trajectory.info) for group in groups for trajectory in group.trajectories],
     }
 
 
@@ -114,8 +114,9 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def _json_text(info: dict[str, Any]) -> bytes:
-    """Python's dialect, which knows NaN and infinity; plain content goes the fast way."""
+def info_json(info: dict[str, Any]) -> bytes:
+    """Free notes of a trajectory as JSON: Python's dialect, which knows NaN and infinity; plain content goes the fast
+    way."""
     for value in info.values():
         if type(value) not in PLAIN and not (type(value) is float and isfinite(value)):
             break
@@ -128,8 +129,9 @@ def _json_text(info: dict[str, Any]) -> bytes:
         return _utf8(_encode_json({"unwritable": repr(info)}))
 
 
-def _decode_json(info: bytes) -> Any:
-    """Python's dialect knows NaN, infinity and half surrogate pairs too, at ten times the price."""
+def read_info(info: bytes) -> Any:
+    """Inverse of `info_json`: Python's dialect knows NaN, infinity and half surrogate pairs too, at ten times the
+    price."""
     try:
         return _decode_plain_json(info)
     except msgspec.DecodeError:
@@ -150,7 +152,7 @@ def trajectories_of(tokens: Columns, offsets: Int64, numbers: Columns, infos: Se
     ):
         part = slice(start, end)
         arrays = ids[part], masks[part], logprobs[part], versions[part], turns[part]
-        rows.append(Trajectory(*arrays, prompt_length, reward, FINISHES[finish], seed, sample, _decode_json(info)))
+        rows.append(Trajectory(*arrays, prompt_length, reward, FINISHES[finish], seed, sample, read_info(info)))
     return rows
 
 

@@ -31,6 +31,7 @@ from faulty_disk import Crash, Fault, FaultyDisk, Lateness, installed
 ROOT = Path(__file__).resolve().parents[2]
 
 OWN_WRITES = {
+    "pipeline/trajectory/hand_over.py": "groups on their way through the memory of a node: worth nothing after a crash",
     "pipeline/files.py": "the layer itself",
     "pipeline/config/show.py": "a page of the documentation, written by a developer's command",
     "pipeline/reward/process_tree.py": "a setting of the kernel under /proc",

@@ -8,14 +8,15 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pekoe.pipeline.messages import DiskRefused, Inbox, Published, StopRollout
+from pekoe.pipeline.messages import DiskRefused, Finished, Flush, HandedOver, Inbox, Published, StopRollout
 from pekoe.pipeline.observe.progress_watch import ProgressWatch
-from pekoe.pipeline.records import Example
+from pekoe.pipeline.records import Example, Finish, Group, Trajectory
 from pekoe.pipeline.rollout import rank_loop
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
-from pekoe.pipeline.rollout.rank_loop import RolloutLoop, RolloutParts
+from pekoe.pipeline.rollout.rank_loop import GroupDone, RolloutLoop, RolloutParts
 
 
 class Silent:
@@ -131,3 +132,111 @@ def test_other_errors_of_the_disk_end_the_run(monkeypatch: pytest.MonkeyPatch) -
     loop, _ = refused_loop(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="planted"):
         loop.publish()
+
+
+def group(number: int) -> Group:
+    tokens, zeros = np.arange(4, dtype=np.int32), np.zeros(4, np.int32)
+    row = Trajectory(
+        tokens, np.ones(4, np.uint8), np.zeros(4, np.float32), zeros, zeros, 1, 1.0, Finish.STOP, number, 0
+    )
+    return Group(number, 0, f"data/{number}", [row])
+
+
+class Node:
+    """The ranks of one node: their posts, shards, and the place between them, which may be full."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int, Any]] = []
+        self.shards: dict[int, list[int]] = {1: [], 2: []}
+        self.files: dict[str, list[Group]] = {}
+        self.is_full = False
+        self.loops = {rank: self.loop(rank) for rank in (1, 2)}
+
+    def loop(self, rank: int) -> RolloutLoop:
+        node = self
+
+        class Rank:
+            """Rank 1 writes."""
+
+            writer = 1
+
+            def send(self, to: int, message: Any) -> None:
+                node.sent.append((self.rank, to, message))
+
+            def add(self, one: Group) -> None:
+                node.shards[self.rank].append(one.number)
+
+            def flush(self) -> Published | None:
+                numbers, node.shards[self.rank] = node.shards[self.rank], []
+                return Published(f"{self.rank}:{numbers}", ()) if numbers else None
+
+            def put(self, groups: list[Group]) -> str | None:
+                path = str(len(node.files))
+                return None if node.is_full else node.files.setdefault(path, list(groups)) and path
+
+            def take(self, path: str) -> list[Group]:
+                return node.files[path]
+
+            def __init__(self, rank: int) -> None:
+                self.rank = rank
+
+        own: Any = Rank(rank)
+        unused: Any = Silent()
+        parts = RolloutParts(
+            own, queue.SimpleQueue(), 0, unused, own, unused, [], 64, lambda phase: None, lambda version: None, own
+        )
+        loop = RolloutLoop(parts)
+        loop.executor = unused
+        return loop
+
+    def finish(self, rank: int, *numbers: int) -> None:
+        """These groups finish at the same time."""
+        inbox = self.loops[rank].parts.inbox
+        for number in numbers:
+            self.loops[rank].on_group(group(number))
+        while not inbox.empty():
+            self.loops[rank].handle(inbox.get()[1])
+
+    def said_to_head(self, rank: int) -> list[int]:
+        return [m.group for source, to, m in self.sent if (source, to) == (rank, 0) and isinstance(m, Finished)]
+
+
+def test_a_node_has_one_writer_which_answers_for_all() -> None:
+    node = Node()
+    node.finish(1, 10)
+    node.finish(2, 20, 21, 22)
+    assert node.said_to_head(1) == [10]
+    assert node.said_to_head(2) == [], "the head asks for a group where it lies"
+    ((_, to, handed),) = [sent for sent in node.sent if isinstance(sent[2], HandedOver)]
+    assert to == 1
+    assert len(node.files) == 1, "what finished together lies in one file"
+    node.loops[1].handle(handed)
+    assert node.said_to_head(1) == [10, 20, 21, 22]
+    node.loops[1].handle(Flush())
+    assert node.sent[-1] == (1, 0, Published("1:[10, 20, 21, 22]", ()))
+
+
+def test_many_groups_that_finish_at_once_go_in_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_loop, "MAX_HANDED_OVER", 4)
+    node = Node()
+    node.finish(2, *range(10))
+    assert [len(groups) for groups in node.files.values()] == [4, 4, 2]
+
+
+def test_a_group_does_not_wait_behind_an_order() -> None:
+    node = Node()
+    loop = node.loops[2]
+    loop.parts.inbox.put((0, Flush()))
+    loop.handle(GroupDone(group(1)))
+    assert not node.files, "something else has come: perhaps another group"
+    loop.handle(loop.parts.inbox.get()[1])
+    assert [[g.number for g in groups] for groups in node.files.values()] == [[1]]
+
+
+def test_where_the_place_is_full_a_rank_writes_itself_and_is_flushed_itself() -> None:
+    node = Node()
+    node.is_full = True
+    node.finish(2, 20)
+    assert node.said_to_head(2) == [20]
+    node.loops[2].handle(Flush())
+    assert node.sent[-1] == (2, 0, Published("2:[20]", ()))
