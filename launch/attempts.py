@@ -7,12 +7,13 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pekoe.launch.error_record import make_reserve
+from pekoe.launch.error_record import END_NOTE, make_reserve
+from pekoe.launch.fence import REMOTE_SILENCE_SECONDS, process_lives
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION
 from pekoe.pipeline import files
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 """Where `pipeline/` and `launch/` lie: what the snapshot copies."""
-END_NOTE = "end.json"
-"""In the folder of the attempt's logs."""
-REMOTE_SILENCE_SECONDS = 15.0
-"""A rank on another host that was heard within this time is taken to be alive."""
 FIXED_KEYS = (
     "experiment_name", "trial_name", "cluster.fileroot", "task", "seed", "train_dataset", "actor.path",
     "tokenizer_path", "gconfig.n_samples", "gconfig.temperature", "workflow", "reward.name", "reward.args",
@@ -116,6 +113,15 @@ def begin_resumed(run: RunDirectory, config: RunConfig, launcher: str, overrides
     return _begin(run, config, launcher, overrides)
 
 
+def begin_next(
+    run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str], notes: Mapping[str, Any]
+) -> Attempt:
+    """As `begin_resumed`, by a driver that has seen to it that no earlier attempt lives (see `fence`). `notes` stand in
+    the attempt's entry of `run.json`."""
+    check_overrides(overrides)
+    return _begin(run, config, launcher, overrides, notes=notes)
+
+
 def check_resumable(run: RunDirectory) -> None:
     """RunDirectoryError unless this is the directory of a run that has begun."""
     missing = [path.name for path in (run.run_json, run.config) if not path.exists()]
@@ -152,19 +158,11 @@ def check_has_ended(run: RunDirectory) -> None:
         if beat.phase == "ended":
             continue
         here = beat.host == socket.gethostname()
-        if _process_lives(beat.pid) if here else found.age_seconds(now) < REMOTE_SILENCE_SECONDS:
+        if process_lives(beat.pid) if here else found.age_seconds(now) < REMOTE_SILENCE_SECONDS:
             raise RunDirectoryError(
                 f"{run.path}: attempt {found.attempt} still runs: rank {beat.rank} on {beat.host}, pid {beat.pid}, "
                 f"heard {found.age_seconds(now):.0f} s ago; stop it (SIGTERM), then resume"
             )
-
-
-def _process_lives(pid: int) -> bool:
-    """Whether the pid is a rank of a run (and not another process that got its number)."""
-    try:
-        return b"pekoe" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -183,7 +181,12 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _begin(
-    run: RunDirectory, config: RunConfig, launcher: str, overrides: Sequence[str], directory: str | None = None
+    run: RunDirectory,
+    config: RunConfig,
+    launcher: str,
+    overrides: Sequence[str],
+    directory: str | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> Attempt:
     """`directory`: where a fresh run is started from."""
     from pekoe.pipeline.config.snapshot import snapshot_code, write_run_config
@@ -203,6 +206,7 @@ def _begin(
             "host": socket.gethostname(),
             "launcher": launcher,
             "overrides": list(overrides),
+            **(notes or {}),
         }
     )
     before = run.path / f"config-before-{number}.yaml"

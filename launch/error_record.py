@@ -13,6 +13,8 @@ from pathlib import Path
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
+END_NOTE = "end.json"
+"""In the folder of an attempt's logs: the exit code of an attempt that ended in order."""
 TEXT_LIMIT = 20_000
 ALL_STACKS_LIMIT = 1_000_000
 """Characters of all ranks' stacks in a record."""

@@ -26,14 +26,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pekoe.launch.error_record import ErrorRecord, record_path, write_record
+from pekoe.launch.error_record import END_NOTE, ErrorRecord, record_path, write_record
 from pekoe.launch.rank_log import TERMINAL
 from pekoe.launch.stop_signals import EXIT_FAILURE, EXIT_REQUEUE, STOP_SIGNALS
+from pekoe.pipeline import files
 from pekoe.pipeline.observe.stacks import dump_by_signal
 from pekoe.pipeline.run_directory import RunDirectory
 
 LAUNCH_DIRECTORY = "PEKOE_LAUNCH_DIR"
 """Set by the local launcher: a private folder in which each rank's supervisor notes its pids and its end."""
+DRIVEN = "PEKOE_DRIVEN"
+"""Set by a launcher that learns the exit code from files: ranks that end in order exit 0 towards the process manager,
+which would kill the slower ones of a world that stops with 75."""
 FORWARDED = (*STOP_SIGNALS, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 EARLY_GRACE_SECONDS = 60.0
@@ -265,7 +269,19 @@ def _finish(watched: _Watched, rank: int, status: int) -> NoReturn:
             fresh_line = "\n" if os.environ.get(TERMINAL) else ""
             print(f"{fresh_line}pekoe: {record.sentence()}", file=sys.stderr, flush=True)
     note_end(rank, code, orderly)
-    os._exit(0 if orderly and os.environ.get(LAUNCH_DIRECTORY) else code)
+    driven = bool(os.environ.get(LAUNCH_DIRECTORY) or os.environ.get(DRIVEN))
+    if orderly and driven and rank == 0 and "run" in watched.facts:
+        _note_code(RunDirectory(Path(watched.facts["run"])), int(watched.facts.get("attempt", 0)), code)
+    os._exit(0 if orderly and driven else code)
+
+
+def _note_code(run: RunDirectory, attempt: int, code: int) -> None:
+    """For the launcher, where the head could not say it itself: refused before there was a world, or deaf."""
+    path = run.logs(attempt) / END_NOTE
+    if path.exists():
+        return
+    with suppress(OSError):
+        files.write_json(path, {"code": code, "signal": None, "time": time.time()})
 
 
 def _reason(code: int) -> str:
