@@ -60,7 +60,7 @@ class AttachedWorlds:
         if self.alone_since is None:
             self.alone_since = now
             logger.warning(
-                "no rollout rank here and no attached world: start some, e.g. pekoe submit --rollout-array %s --array 0-3",
+                "no rollout rank here, no attached world: start some, e.g. pekoe submit --rollout-array %s --array 0-3",
                 self.run,
             )
         if now - self.alone_since > self.wait_seconds:

@@ -24,6 +24,7 @@ from pekoe.pipeline.rollout.group_gate import GroupGate
 from pekoe.pipeline.rollout.workflow import RejectEpisode, Workflow
 
 STOP_SECONDS = 10.0
+SETTLE_SECONDS = 10.0
 TICK_SECONDS = 0.5
 """How often the loop shows that it turns."""
 
@@ -118,6 +119,13 @@ class Executor:
     def cancel(self, group: int, try_number: int) -> None:
         """Stops a group without a word to the outlet; one that is done or unknown is left as it is."""
         self._call(lambda: self._cancel(group, try_number))
+
+    def settle(self) -> None:
+        """Returns when what was asked for until now has happened: after `cancel`, no result of that group comes any
+        more. A loop that does not turn for SETTLE_SECONDS is the watchdog's business."""
+        done = threading.Event()
+        self._call(done.set)
+        done.wait(SETTLE_SECONDS)
 
     def stop(self) -> None:
         """Makes `run` cancel what runs and return."""

@@ -29,6 +29,7 @@ from pekoe.pipeline.messages import (
     Evaluated,
     Finished,
     Flush,
+    Follow,
     HandedOver,
     Inbox,
     Message,
@@ -54,7 +55,7 @@ RETRY_SECONDS = 2.0
 STALE_SECONDS = 60.0
 """For how long a stale handle of the network filesystem is tried again."""
 INBOX_KINDS: tuple[type[Message], ...] = (
-    Assign, AssignEvaluation, Cancel, Flush, HandedOver, PrepareWeights, Phase, Wake, StopRollout,
+    Assign, AssignEvaluation, Cancel, Flush, Follow, HandedOver, PrepareWeights, Phase, Wake, StopRollout,
 )  # fmt: skip
 MAX_HANDED_OVER = 16
 """Groups that go to the node's writer in one file, at most: what has finished together."""
@@ -112,6 +113,8 @@ class RolloutParts:
     set_version: Callable[[int], None]
     hand_over: HandOver | None = None
     """None: every rank writes its own shards."""
+    open_writer: Callable[[int], GroupWriter] | None = None
+    """A new open shard, of another attempt (attached worlds only)."""
 
 
 class RolloutLoop:
@@ -120,6 +123,10 @@ class RolloutLoop:
     def __init__(self, parts: RolloutParts) -> None:
         self.parts = parts
         self.executor: Executor | None = None
+        self.assigned: set[tuple[int, int]] = set()
+        """(group, try) that are wanted from this rank's executor."""
+        self.is_following = False
+        """This is a rank of an attached world."""
         self.done: list[Group] = []
         """Finished groups that go to the node's writer next; empty whenever the inbox is."""
         self.is_paused = False
@@ -142,6 +149,7 @@ class RolloutLoop:
         self.parts.inbox.put((self.parts.post.rank, GroupDone(group)))  # type: ignore[arg-type]
 
     def on_rejected(self, message: Rejected) -> None:
+        self.assigned.discard((message.group, message.try_number))
         self.parts.post.send(self.parts.head, message)
 
     def on_evaluated(self, message: Evaluated) -> None:
@@ -179,11 +187,15 @@ class RolloutLoop:
             case HandedOver():
                 self.take_over(message.path)
             case Assign():
+                self.assigned.add((message.group, message.try_number))
                 self.executor.submit(message)
             case AssignEvaluation():
                 self.executor.evaluate(message)
             case Cancel():
+                self.assigned.discard((message.group, message.try_number))
                 self.executor.cancel(message.group, message.try_number)
+            case Follow():
+                self.follow(message.attempt)
             case Flush():
                 self.publish()
             case PrepareWeights():
@@ -201,7 +213,10 @@ class RolloutLoop:
 
     def take(self, group: Group) -> None:
         """A finished group goes into the open shard, this rank's or its node's, unless a sequence is longer than a
-        trainer can take."""
+        trainer can take. In an attached world, one that is not wanted any more is forgotten."""
+        if self.is_following and (group.number, group.try_number) not in self.assigned:
+            return
+        self.assigned.discard((group.number, group.try_number))
         longest = max(len(t.tokens) for t in group.trajectories)
         if longest > self.parts.max_tokens:
             detail = f"a sequence has {longest} tokens; actor.mb_spec.max_tokens_per_mb is {self.parts.max_tokens}"
@@ -238,10 +253,25 @@ class RolloutLoop:
         for group in self.parts.hand_over.take(path):
             self.keep(group)
 
+    def follow(self, attempt: int) -> None:
+        """Nothing that was sampled for the attempt before can come to light in this one: what runs is stopped, what has
+        finished is forgotten, and the open shard is thrown away."""
+        assert self.executor is not None
+        assert self.parts.open_writer is not None
+        self.is_following = True
+        for group, try_number in list(self.assigned):
+            self.executor.cancel(group, try_number)
+        self.executor.settle()
+        self.assigned.clear()
+        self.done.clear()
+        self.parts.writer = self.parts.open_writer(attempt)
+        self.is_refused = False
+
     def publish(self) -> None:
         """Publishes the open shard. Without room on the disk its groups are kept, the head is told, and it is tried
         again every few seconds: what is open stays bounded, since the head admits nothing meanwhile. A stale handle
-        (ESTALE) is tried again for STALE_SECONDS; any other error is raised."""
+        (ESTALE), or a folder that the head of a new attempt has just cleared away (ENOENT), is tried again for
+        STALE_SECONDS; any other error is raised."""
         if time.monotonic() < self.not_before:
             return
         self.parts.set_phase("publishing a shard")
@@ -251,7 +281,7 @@ class RolloutLoop:
             now = time.monotonic()
             if not self.is_refused:
                 self.refused_since = now
-            is_stale = error.errno == errno.ESTALE and now - self.refused_since < STALE_SECONDS
+            is_stale = error.errno in (errno.ESTALE, errno.ENOENT) and now - self.refused_since < STALE_SECONDS
             if not (is_stale or files.is_full(error)):
                 raise
             logger.error("%s; tried again in %.0f s", error, RETRY_SECONDS)

@@ -105,6 +105,8 @@ class RunContext:
     """Among the devices that this process sees."""
     start: StartPoint
     data: RunData
+    attached: str = ""
+    """Name of the attached world; empty for a rank of the run's own world."""
     building: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: transformers changes global state meanwhile, and a colocated rank builds two."""
     gauges: dict[str, Callable[[], dict[str, float]]] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.progress import Progress
 from pekoe.pipeline.observe.report import report
 from pekoe.pipeline.records import Float64, Int64, UInt8
+from pekoe.pipeline.runs.board_thread import BoardThread, attached_worlds
 from pekoe.pipeline.runs.bookkeeping import Bookkeeping
 from pekoe.pipeline.runs.context import HEAD, RunContext
 from pekoe.pipeline.runs.disk_estimate import log_estimate
@@ -50,7 +51,8 @@ def lead(
     """The controller thread, until everybody was told to stop; `past` is what earlier attempts left for it."""
     config, world, run = context.config, context.world, context.run
     inbox = world.post.inbox(*INBOX_KINDS)
-    dispatcher = build_dispatcher(context, past)
+    board = BoardThread(context, inbox) if config.rollout_array.enabled else None
+    dispatcher = build_dispatcher(context, past, board)
     context.add_gauges("control", dispatcher.gauges)
     books = Bookkeeping(
         Ledger(run),
@@ -81,6 +83,7 @@ def lead(
         colocated=context.ranks.colocated,
         dispatcher=dispatcher,
         weights=build_weight_updates(context, engine, sender),
+        attached=attached_worlds(context, board) if board else None,
         score=lambda rewards, groups, samples, truncated: score_rows(context, rewards, groups, samples, truncated),
         plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
         num_validation=0 if validation is None else len(validation),
@@ -96,7 +99,12 @@ def lead(
         set_phase=context.phase_of("controller"),
     )
     try:
-        Controller(config, parts, context.num_steps, context.start.version).run()
+        if board is not None:
+            context.add_gauges("attached", board.gauges)
+            world.start("leases", board.run)
+        outcome = Controller(config, parts, context.num_steps, context.start.version).run()
+        if board is not None:
+            board.close(outcome)
         books.close(parts.stop.spare(TIDY_SECONDS))
     finally:
         progress.close()
@@ -107,10 +115,17 @@ def lead(
         logger.exception("the report could not be made; the run itself has ended well (pekoe report %s)", run.path)
 
 
-def build_dispatcher(context: RunContext, past: Past) -> Dispatcher:
+def build_dispatcher(context: RunContext, past: Past, board: BoardThread | None) -> Dispatcher:
     """At the beginning of the data, or where the checkpoint was, with what earlier attempts left to be adopted."""
     cursor = training_cursor(context.config, context.data)
-    made = Dispatcher(context.config, context.world.post, cursor, context.ranks.rollout_ranks, context.num_steps)
+    made = Dispatcher(
+        context.config,
+        context.world.post,
+        cursor,
+        context.ranks.rollout_ranks,
+        context.num_steps,
+        board.board if board is not None else None,
+    )
     if past.state:
         cursor.restore(past.state["cursor"])
         made.restore(past.state, context.start.version)

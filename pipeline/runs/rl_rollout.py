@@ -17,10 +17,11 @@ from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutPa
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
 from pekoe.pipeline.runs.rl_trainer import transport_name
-from pekoe.pipeline.runs.transports import transport_setup
+from pekoe.pipeline.runs.transports import shared_setup, transport_setup
 from pekoe.pipeline.trajectory.hand_over import HandOver
 from pekoe.pipeline.trajectory.schema import ShardAttributes
 from pekoe.pipeline.trajectory.writer import ShardWriter
+from pekoe.pipeline.weights.disk import DiskTransport
 from pekoe.pipeline.weights.transport import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,7 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_path)
     with context.building:
         engine = build_engine(context, tokenizer)
-    receiver: WeightReceiver = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode").receiver(
-        transport_setup(context, "rollout")
-    )
+    receiver = build_receiver(context)
     hand_over = open_hand_over(context)
     loop = RolloutLoop(
         RolloutParts(
@@ -49,7 +48,8 @@ def roll(context: RunContext, pool: RewardPool) -> str:
             inbox=inbox,
             head=HEAD,
             engine=engine,
-            writer=open_writer(context),
+            writer=open_writer(context, world.attempt),
+            open_writer=lambda attempt: open_writer(context, attempt),
             weights=Receiving(receiver),
             check_sequences=check_sequences(config),
             max_tokens=config.actor.mb_spec.max_tokens_per_mb,
@@ -143,13 +143,23 @@ def build_executor(
     )
 
 
-def open_writer(context: RunContext) -> ShardWriter:
-    """This rank's own folder of shards."""
+def build_receiver(context: RunContext) -> WeightReceiver:
+    """The end of the configured transport; attached worlds load from disk."""
+    if context.attached:
+        reader = f"{context.attached}-rank-{context.world.rank}"
+        return DiskTransport.receiver(shared_setup(context, "rollout", reader))
+    transport = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode")
+    receiver: WeightReceiver = transport.receiver(transport_setup(context, "rollout"))
+    return receiver
+
+
+def open_writer(context: RunContext, attempt: int) -> ShardWriter:
+    """This rank's own folder of shards in an attempt of the run."""
     rollout = context.config.rollout
     attributes = ShardAttributes(
         run=f"{context.config.experiment_name}/{context.config.trial_name}",
-        attempt=context.world.attempt,
-        writer=f"rank-{context.world.rank}",
+        attempt=attempt,
+        writer=f"{context.attached}-rank-{context.world.rank}".lstrip("-"),
         temperature=context.config.gconfig.temperature,
     )
     return ShardWriter(
@@ -158,9 +168,9 @@ def open_writer(context: RunContext) -> ShardWriter:
 
 
 def open_hand_over(context: RunContext) -> HandOver | None:
-    """On big worlds the first rollout rank of each node writes for all of its node."""
+    """On big worlds the first rollout rank of each node writes for all of its node. Attached worlds are small."""
     world, rollout_ranks = context.world, context.ranks.rollout_ranks
-    if len(rollout_ranks) <= context.config.cluster.ranks_per_writer:
+    if context.attached or len(rollout_ranks) <= context.config.cluster.ranks_per_writer:
         return None
     writer = min(rank for rank in rollout_ranks if world.hosts[rank] == world.hosts[world.rank])
     return HandOver(context.run, world.attempt, world.job_id, world.rank, writer)

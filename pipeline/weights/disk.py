@@ -167,7 +167,7 @@ class DiskReceiver:
             self._specs = message.tensors
 
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every tensor from the mapped files, in the announced order (in the sender's, if none was announced)."""
+        """Yields every tensor from the mapped files, in the announced order; without one, in the sender's."""
         if not self._token:
             raise TransferError(f"weights version {version}: no epoch is prepared on rank {self._setup.rank}")
         self._pin.hold(version)

@@ -1,0 +1,335 @@
+"""The control loop of an attached world, on its rank 0: between a run's lease files and this world's rollout ranks.
+
+    look       what does the head say: attempt, version and where its weights lie, does it starve, is it over
+    follow     the run is in another attempt: what was sampled for the old one and is not published is thrown away
+    update     engines stop at a token, load the version from disk, go on
+    claim      as many offers as there is room for; each goes to the least loaded rank
+    publish    ranks flush their open shards when the head starves, or after a short time; then their notices go out
+
+The world samples only with weights that its head asks for, so admission and the bound on staleness hold over all
+worlds. It ends by itself when the run is over, or when the head shows no progress for `orphan_seconds`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pekoe.pipeline.messages import (
+    Assign,
+    Cancel,
+    DiskRefused,
+    Finished,
+    Flush,
+    Follow,
+    Hello,
+    Inbox,
+    Message,
+    Post,
+    PrepareWeights,
+    Published,
+    Rejected,
+    StopRollout,
+    WeightsLoaded,
+    WeightsReady,
+)
+from pekoe.pipeline.observe.phases import SetPhase
+
+logger = logging.getLogger(__name__)
+
+INBOX_KINDS: tuple[type[Message], ...] = (
+    Hello, Finished, Published, Rejected, DiskRefused, WeightsReady, WeightsLoaded,
+)  # fmt: skip
+FINISHED, STOPPED = "finished", "stopped"
+MAX_LOAD_TRIES = 5
+FLUSH_SECONDS = 2.0
+"""How long a finished group lies in an open shard of an attached world at most."""
+
+
+class OfferedWeights(Protocol):
+    """A version on disk."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def token(self) -> str: ...
+
+
+class Board(Protocol):
+    """What the head says."""
+
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def weights(self) -> OfferedWeights | None: ...
+    @property
+    def config_hash(self) -> str: ...
+    @property
+    def starving(self) -> bool: ...
+    @property
+    def outcome(self) -> str: ...
+    @property
+    def seconds_unchanged(self) -> float: ...
+
+
+class Leases(Protocol):
+    """The files, from this world's side (`leases/lease_holder.py`)."""
+
+    def look(self) -> Board | None: ...
+    def claim(self, limit: int, version: int) -> list[Assign]: ...
+    def follow(self, attempt: int) -> list[tuple[int, int]]: ...
+    def cancelled(self) -> list[tuple[int, int]]: ...
+    def tell(self, messages: Sequence[Message]) -> None: ...
+    def beat(self, version: int) -> None: ...
+    def leave(self) -> None: ...
+
+
+class AttachedWorldError(RuntimeError):
+    """The world cannot serve the run."""
+
+
+@dataclass
+class ForemanParts:
+    """What `runs/rl_attached.py` passes in."""
+
+    post: Post
+    inbox: Inbox
+    ranks: Sequence[int]
+    """Rollout ranks of this world: all of them."""
+    leases: Leases
+    slots: int
+    """Groups that this world takes at once."""
+    config_hash: str
+    poll_seconds: float
+    orphan_seconds: float
+    ready_seconds: float
+    setup_seconds: float
+    load_seconds: float
+    grace_seconds: float
+    """From a stop signal to the end: for publishing what is done."""
+    stop_requested: Callable[[], bool]
+    set_phase: SetPhase
+
+
+@dataclass
+class RankLoad:
+    """One rollout rank."""
+
+    held: set[tuple[int, int]] = field(default_factory=set)
+    """Groups that it samples, or has in its open shard."""
+    finished_since: float | None = None
+    """Since when a finished group lies in its open shard."""
+    flush_asked: bool = False
+
+
+class Foreman:
+    """Runs on its own thread on rank 0 of an attached world."""
+
+    def __init__(self, parts: ForemanParts) -> None:
+        self.parts = parts
+        self.loads = {rank: RankLoad() for rank in parts.ranks}
+        self.holders: dict[tuple[int, int], int] = {}
+        self.attempt = -1
+        self.loaded: tuple[int, int, str] | None = None
+        """(attempt, version, token) that the engines serve."""
+        self.version = -1
+        self.epoch = 0
+        self.failures = 0
+        self.ready: set[int] = set()
+        self.answers: dict[int, WeightsLoaded] = {}
+        self.hello: set[int] = set()
+        self.notices: list[Message] = []
+
+    def run(self) -> str:
+        """Until the run is over, the head is silent for too long, or a stop is asked for. `finished` or `stopped`."""
+        self._wait(lambda: len(self.hello) == len(self.loads), "rollout ranks to start", self.parts.setup_seconds)
+        outcome = ""
+        while not outcome:
+            outcome = self.turn()
+        self._publish_what_is_done()
+        self.parts.leases.leave()
+        for rank in self.loads:
+            self.parts.post.send(rank, StopRollout(outcome))
+        return outcome
+
+    def turn(self) -> str:
+        """One look at the files, and what follows from it; empty, or how the world ends."""
+        board = self.parts.leases.look()
+        if self.parts.stop_requested():
+            return STOPPED
+        if board is None:
+            self._pump("waiting for the run to offer work")
+            return self._orphaned(None)
+        if board.outcome == FINISHED:
+            logger.info("the run is finished")
+            return FINISHED
+        if board.seconds_unchanged > self.parts.orphan_seconds:
+            return self._orphaned(board.seconds_unchanged)
+        if board.config_hash != self.parts.config_hash:
+            raise AttachedWorldError(
+                "the run samples by another configuration now (it was resumed with other settings); attach a new world"
+            )
+        if board.attempt != self.attempt:
+            self._follow(board.attempt)
+        if board.weights is not None and self.loaded != (
+            wanted := (self.attempt, board.weights.version, board.weights.token)
+        ):
+            self._load(wanted)
+        if self.loaded is not None and self.loaded[0] == self.attempt and not board.outcome:
+            self._claim()
+        self._flush(board.starving)
+        self._send_notices()
+        self.parts.leases.beat(self.version)
+        self._pump("serving the run" if self.holders else "waiting for offers")
+        return ""
+
+    def _orphaned(self, seconds: float | None) -> str:
+        if seconds is not None:
+            logger.error(
+                "the head has shown no progress for %.0f s (rollout_array.orphan_seconds): this world ends", seconds
+            )
+            return FINISHED
+        self.parts.leases.beat(self.version)
+        return ""
+
+    def _follow(self, attempt: int) -> None:
+        """What is published of the old attempt stays on disk; the head of the new one finds it there."""
+        given_up = self.parts.leases.follow(attempt)
+        if self.attempt >= 0:
+            logger.info(
+                "the run is in attempt %d now; %d leases of the one before are given up", attempt, len(given_up)
+            )
+        self.attempt, self.loaded, self.failures = attempt, None, 0
+        self.holders.clear()
+        self.notices.clear()
+        for rank, load in self.loads.items():
+            self.loads[rank] = RankLoad(finished_since=None, flush_asked=load.flush_asked)
+            self.parts.post.send(rank, Follow(attempt))
+
+    def _load(self, wanted: tuple[int, int, str]) -> None:
+        """All ranks at once: they stop at a token, load, go on. A version that is gone by then is no failure of this
+        world: the next look names a newer one."""
+        _, version, token = wanted
+        self.epoch += 1
+        self.ready.clear()
+        self.answers.clear()
+        for rank in self.loads:
+            self.parts.post.send(rank, PrepareWeights(version, self.epoch, tuple(self.loads), token, ()))
+        self._wait(lambda: len(self.ready) == len(self.loads), "engines to stop at a token", self.parts.ready_seconds)
+        self._wait(
+            lambda: len(self.answers) == len(self.loads), f"version {version} to be loaded", self.parts.load_seconds
+        )
+        errors = [f"rank {rank}: {answer.error}" for rank, answer in sorted(self.answers.items()) if answer.error]
+        if not errors:
+            self.loaded, self.version, self.failures = wanted, version, 0
+            return
+        self.failures += 1
+        logger.warning("version %d did not load (try %d): %s", version, self.failures, "; ".join(errors))
+        if self.failures == MAX_LOAD_TRIES:
+            raise AttachedWorldError(f"{self.failures} versions in a row did not load: {'; '.join(errors)}")
+
+    def _claim(self) -> None:
+        for key in self.parts.leases.cancelled():
+            rank = self.holders.pop(key, None)
+            if rank is not None:
+                self.loads[rank].held.discard(key)
+                self.parts.post.send(rank, Cancel(*key))
+        free = self.parts.slots - len(self.holders)
+        for assign in self.parts.leases.claim(free, self.version) if free > 0 else ():
+            rank = min(self.loads, key=lambda rank: len(self.loads[rank].held))
+            key = (assign.group, assign.try_number)
+            self.holders[key] = rank
+            self.loads[rank].held.add(key)
+            self.parts.post.send(rank, assign)
+
+    def _flush(self, starving: bool) -> None:
+        now = time.monotonic()
+        for rank, load in self.loads.items():
+            since = load.finished_since
+            if since is None or load.flush_asked:
+                continue
+            if starving or now - since >= FLUSH_SECONDS:
+                load.flush_asked = True
+                self.parts.post.send(rank, Flush())
+
+    def _send_notices(self) -> None:
+        if self.notices:
+            notices, self.notices = self.notices, []
+            self.parts.leases.tell(notices)
+
+    def _publish_what_is_done(self) -> None:
+        """Groups whose episodes are over are published and told; what still runs goes back to the board."""
+        self.parts.set_phase("publishing what is done")
+        for rank, load in self.loads.items():
+            if load.finished_since is not None:
+                self.parts.post.send(rank, Flush())
+        deadline = time.monotonic() + self.parts.grace_seconds / 2
+        while time.monotonic() < deadline and any(load.finished_since is not None for load in self.loads.values()):
+            self._take(0.1)
+        self._send_notices()
+
+    def _wait(self, until: Callable[[], bool], reason: str, limit: float) -> None:
+        """Pumps messages and shows life until then. AttachedWorldError after `limit` seconds."""
+        began = time.monotonic()
+        while not until():
+            self.parts.set_phase(f"waiting for {reason}", limit=limit)
+            self._take(self.parts.poll_seconds)
+            self._send_notices()
+            self.parts.leases.beat(self.version)
+            if time.monotonic() - began > limit:
+                raise AttachedWorldError(f"waited {limit:g} s for {reason}")
+
+    def _pump(self, phase: str) -> None:
+        """What arrives within a poll interval; returns early when there is something to tell."""
+        self.parts.set_phase(phase)
+        end = time.monotonic() + self.parts.poll_seconds
+        while (left := end - time.monotonic()) > 0:
+            self._take(left)
+            if self.notices:
+                return
+
+    def _take(self, timeout: float) -> None:
+        try:
+            source, message = self.parts.inbox.get(timeout=timeout)
+        except queue.Empty:
+            return
+        self._handle(source, message)
+        while not self.parts.inbox.empty():
+            self._handle(*self.parts.inbox.get())
+
+    def _handle(self, source: int, message: Message) -> None:
+        match message:
+            case Hello():
+                self.hello.add(source)
+            case Finished():
+                if (message.group, message.try_number) in self.holders:
+                    load = self.loads[source]
+                    load.finished_since = load.finished_since or time.monotonic()
+            case Published():
+                load = self.loads[source]
+                load.finished_since, load.flush_asked = None, False
+                for group in message.groups:
+                    self._end((group.group, group.try_number))
+                if message.path.startswith(f"shards/{self.attempt}-"):
+                    self.notices.append(message)
+            case Rejected():
+                self._end((message.group, message.try_number))
+                self.notices.append(message)
+            case DiskRefused():
+                self.notices.append(message)
+            case WeightsReady():
+                if message.epoch == self.epoch:
+                    self.ready.add(source)
+            case WeightsLoaded():
+                self.answers[source] = message
+            case _:
+                raise AssertionError(f"the foreman cannot handle {message!r}")
+
+    def _end(self, key: tuple[int, int]) -> None:
+        rank = self.holders.pop(key, None)
+        if rank is not None:
+            self.loads[rank].held.discard(key)
