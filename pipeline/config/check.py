@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pekoe.pipeline.config.cross_checks import CROSS_CHECKS, Findings, PlacementFacts, check_placement
+from pekoe.pipeline.config.cross_checks import CROSS_CHECKS, check_placement
+from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.paths import model_context_limit, resolve_paths
 from pekoe.pipeline.config.run import RunConfig

@@ -5,42 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from pekoe.pipeline import registry
+from pekoe.pipeline.config.cluster_checks import CLUSTER_CHECKS, check_nodes
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.durations import FORMS, duration_seconds
+from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.config.schema import shown
 
 LONGEST_HEARTBEAT_SECONDS = 5.0
 """A rank that was not heard for 15 s is called silent by whoever looks at the run directory."""
-
-
-class PlacementFacts(Protocol):
-    """What the checks need of a placement of roles on ranks."""
-
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def trainer_ranks(self) -> tuple[int, ...]: ...
-    @property
-    def rollout_ranks(self) -> tuple[int, ...]: ...
-
-
-class Findings:
-    """Problems and warnings, in the order of the checks."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self.warnings: list[str] = []
-
-    def wrong(self, key: str, value: Any, why: str) -> None:
-        self.problems.append(f"{key}: {shown(value)} {why}")
-
-    def warn(self, key: str, value: Any, why: str) -> None:
-        self.warnings.append(f"{key}: {shown(value)} {why}")
 
 
 def _check_names(config: RunConfig, findings: Findings) -> None:
@@ -240,11 +215,7 @@ def _check_evaluation(config: RunConfig, findings: Findings) -> None:
 
 
 def check_placement(config: RunConfig, placement: PlacementFacts, findings: Findings) -> None:
-    cluster = config.cluster
-    devices = cluster.n_nodes * cluster.n_gpus_per_node
-    if placement.world_size > devices:
-        allowed = f"<= cluster.n_nodes x cluster.n_gpus_per_node ({cluster.n_nodes} x {cluster.n_gpus_per_node})"
-        findings.wrong("allocation", str(placement), f"has {placement.world_size} ranks; allowed: {allowed}")
+    check_nodes(config, placement, findings)
     per_update = config.train_dataset.batch_size * config.gconfig.n_samples // config.actor.ppo_n_minibatches
     trainers = len(placement.trainer_ranks)
     if trainers > per_update:
@@ -297,4 +268,5 @@ CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_evaluation,
     _check_heartbeats,
     _check_time_limit,
+    *CLUSTER_CHECKS,
 )
