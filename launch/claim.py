@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from pekoe.launch.job_states import read_state
+from pekoe.launch.job_states import LIVING, read_state
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.terminal import say
 from pekoe.pipeline import files
@@ -33,8 +33,6 @@ REMOTE_SILENCE_SECONDS = 60.0
 """An owner outside Slurm on another host is taken for dead when neither it nor a rank was heard for so long."""
 CLOCK_SECONDS = 5.0
 """What a host's clock may be set by while it is up: times of start move with it."""
-HOLDING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT"})
-"""States of a job whose processes may live."""
 LEAVING = "COMPLETING"
 
 
@@ -51,6 +49,11 @@ class Owner:
     """Slurm's, `<array job>_<element>` in an array; None outside Slurm."""
     restarts: int
     """How often Slurm has requeued that job."""
+
+    def is_running_here(self) -> bool:
+        """Whether it is a process of this machine, by the host's name and the time of its start."""
+        began = _began(self.pid) if self.host == socket.gethostname() else None
+        return began is not None and abs(began - self.began) < CLOCK_SECONDS
 
     def __str__(self) -> str:
         job = f"job {self.job_id} (restart {self.restarts}), " if self.job_id else ""
@@ -96,6 +99,23 @@ def newest_owner(run: RunDirectory) -> Owner | None:
     return None if number is None else _read(run.path / FOLDER / f"{number}.json")
 
 
+def living_owner(run: RunDirectory) -> Owner | None:
+    """Who has the run now, as far as this machine and Slurm can tell. SlurmError when Slurm gives no answer."""
+    folder = run.path / FOLDER
+    number = _newest(folder)
+    if number is None or (folder / f"{number}.ended").exists():
+        return None
+    owner = _read(folder / f"{number}.json")
+    nobody = Owner(socket.gethostname(), 0, 0.0, 0.0, None, 0)
+    return owner if _lives(run, owner, nobody, time.monotonic()) else None
+
+
+def is_mine(run: RunDirectory) -> bool:
+    """Whether this process is the one that took the run last."""
+    owner = newest_owner(run)
+    return owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
+
+
 def _newest(folder: Path) -> int | None:
     numbers = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
     return max(numbers, default=None)
@@ -126,8 +146,7 @@ def _lives(run: RunDirectory, owner: Owner, me: Owner, deadline: float) -> bool:
         # a node that was cut off may start late what Slurm has long started again elsewhere
         return owner.restarts > me.restarts
     if owner.host == me.host:
-        began = _began(owner.pid)
-        return began is not None and abs(began - owner.began) < CLOCK_SECONDS
+        return owner.is_running_here()
     if owner.job_id is None:
         heard = max([owner.claimed, *(found.time for found in read_heartbeats(run))])
         return time.time() - heard < REMOTE_SILENCE_SECONDS
@@ -144,7 +163,7 @@ def _job_holds(job_id: str, deadline: float) -> bool:
                 raise
         else:
             if state != LEAVING:
-                return state in HOLDING
+                return state in LIVING
             if time.monotonic() > deadline:
                 return True
         time.sleep(POLL_SECONDS)

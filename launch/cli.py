@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pekoe.launch import environment
+from pekoe.launch import cli_jobs, environment
 from pekoe.launch.attempts import (
     Attempt,
     RunDirectoryError,
@@ -19,6 +19,7 @@ from pekoe.launch.attempts import (
     check_overrides,
     check_resumable,
 )
+from pekoe.launch.checked_config import load_checked
 from pekoe.launch.environment import Facts
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.pipeline.run_directory import RunDirectory
@@ -35,13 +36,12 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the exit code: 0 done, 75 stopped by a signal (resume it), 78 wrong configuration, 1
     failure."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parse(_parser(), argv)
     if arguments.version:
         print(f"pekoe {_version()}")
         return 0
     if arguments.command is None:
-        parser.print_help(sys.stderr)
+        _parser().print_help(sys.stderr)
         return EXIT_USAGE
     try:
         return int(arguments.command(arguments))
@@ -53,6 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"pekoe: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """key=value may stand behind flags, too: argparse by itself takes them in one place only."""
+    arguments, left = parser.parse_known_args(argv)
+    wrong = [text for text in left if text.startswith("-") or "=" not in text]
+    if wrong or (left and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(wrong or left)}")
+    if left:
+        arguments.overrides = [*arguments.overrides, *left]
+    return arguments
 
 
 def _version() -> str:
@@ -75,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", type=Path, metavar="RUN", help="run directory to continue")
     run.set_defaults(command=_run)
 
+    cli_jobs.add_commands(commands)
+
     config = commands.add_parser("config", help="show, check or import a configuration").add_subparsers(
         required=True, metavar="ACTION"
     )
@@ -90,18 +103,21 @@ def _parser() -> argparse.ArgumentParser:
     areal.add_argument("file")
     areal.set_defaults(command=_config_import)
 
-    status = commands.add_parser("status", help="what each rank of a run is doing")
-    status.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    status = commands.add_parser("status", help="what the jobs and each rank of a run are doing")
+    status.add_argument("run", type=Path, metavar="RUN", help="run directory, or the folder of a sweep")
     status.add_argument("--stacks", action="store_true", help="also ask all ranks for the stacks of their threads")
     status.set_defaults(command=_status)
 
     doctor = commands.add_parser(
         "doctor",
-        help="what happened to a run and what to do next",
-        description="Examines a run by its files alone and changes nothing. Exit code 0: nothing is wrong; 1: there "
-        "are problems; 78: not a run directory.",
+        help="what happened to a run, or whether this cluster is fit for runs, and what to do next",
+        description="Examines a run by its files alone and changes nothing; or, without a run directory, this machine "
+        "and the cluster that a site describes. Exit code 0: nothing is wrong; 1: there are problems; 78: neither a "
+        "run directory nor a site.",
     )
-    doctor.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    doctor.add_argument(
+        "target", nargs="?", metavar="RUN|SITE", help="run directory, or a site (default: this machine and its cluster)"
+    )
     doctor.add_argument("--deep", action="store_true", help="read every byte: hashes of checkpoints, all shards")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(command=_doctor)
@@ -141,25 +157,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if _should_join(config, placement, facts):
         _join(source, overrides, resumed, facts)
     return _launch(config, placement, begin(config, resumed, "mpiexec", overrides))
-
-
-def load_checked(source: str, overrides: Sequence[str], quiet: bool = True) -> tuple[RunConfig, Placement]:
-    """Configuration and placement of a run, every value checked, paths absolute. ValueError lists what is wrong."""
-    from pekoe.launch.allocation import check_engines, check_has_rollout, place
-    from pekoe.pipeline.config.check import check
-    from pekoe.pipeline.config.load import load
-    from pekoe.pipeline.config.paths import resolve_paths
-
-    config = load(source, overrides)
-    placement = place(config)
-    warnings = check(config, placement)
-    check_engines(placement)
-    if not config.rollout_array.enabled:
-        check_has_rollout(placement)
-    if not quiet:
-        for warning in warnings:
-            print(f"pekoe: warning: {warning}", file=sys.stderr)
-    return resolve_paths(config), placement
 
 
 def begin(config: RunConfig, resumed: RunDirectory | None, launcher: str, overrides: Sequence[str]) -> Attempt:
@@ -231,9 +228,18 @@ def _config_import(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    from pekoe.launch.jobs_text import jobs_text, sweep_text
+    from pekoe.launch.sweeps import read_sweep
     from pekoe.pipeline.observe.status import status
 
+    sweep = read_sweep(arguments.run)
+    if sweep is not None:
+        print(sweep_text(sweep))
+        return 0
     print(status(arguments.run))
+    jobs = jobs_text(RunDirectory(arguments.run.absolute()))
+    if jobs:
+        print(jobs)
     if arguments.stacks:
         from pekoe.pipeline.observe.stack_request import request_stacks
 
@@ -242,14 +248,28 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    target = arguments.target
+    if target is None or (not Path(target).is_dir() and _is_site(target)):
+        from pekoe.launch.doctor import diagnose_cluster
+
+        text, code = diagnose_cluster(target, arguments.json)
+        print(text)
+        return int(code)
     from pekoe.launch.allocation import place
     from pekoe.pipeline.runs.doctor import diagnose
 
-    run = RunDirectory(arguments.run)
+    run = RunDirectory(Path(target))
     check_is_run(run)
     found = diagnose(run, deep=arguments.deep, place=place)
     print(found.json() if arguments.json else found.text())
     return found.exit_code
+
+
+def _is_site(name: str) -> bool:
+    """A preset, or a YAML file."""
+    from pekoe.pipeline.config.load import site_names
+
+    return name.endswith((".yaml", ".yml")) or name in site_names()
 
 
 def _shards(arguments: argparse.Namespace) -> int:

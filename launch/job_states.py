@@ -22,6 +22,8 @@ ENDED = frozenset(
     }
 )  # fmt: skip
 """A job does not leave these by itself."""
+LIVING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT"})
+"""Its processes may live."""
 GONE = "GONE"
 """Neither squeue nor sacct knows the job any more."""
 UNKNOWN = "UNKNOWN"

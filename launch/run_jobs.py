@@ -1,0 +1,147 @@
+"""The handle of a submitted run: known by its run directory alone, from any process on any login node.
+
+    job = RunJob.of("runs/quickstart/first");  job.state;  job.wait(60);  job.result();  job.cancel();  job.logs()
+
+A run may have had several jobs (resumed, a chain): the newest one counts, and `wait` and `result` follow it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pekoe.launch.attempts import RunDirectoryError, check_is_run
+from pekoe.launch.job_states import ENDED, GONE, UNKNOWN, JobState, read_state
+from pekoe.launch.run_errors import JobEndedError
+from pekoe.launch.run_result import RunResult
+from pekoe.launch.slurm_commands import SlurmError
+from pekoe.launch.submitted_jobs import JobEntry, jobs_of, newest_job
+from pekoe.pipeline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pekoe.launch.slurm import LocalRunJob, SubmittedJob
+
+POLL_SECONDS = 0.5
+FOLLOW_SECONDS = 5.0
+"""How late the next job of a chain may be noted after the end of the one before."""
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A run and its jobs."""
+
+    run: RunDirectory
+
+    @classmethod
+    def of(cls, run: RunDirectory | Path | str) -> RunJob:
+        """RunDirectoryError for a folder that is no run, or a run that was never submitted."""
+        directory = run if isinstance(run, RunDirectory) else RunDirectory(Path(run).absolute())
+        check_is_run(directory)
+        if newest_job(directory) is None:
+            raise RunDirectoryError(
+                f"{directory.path} was not submitted; `pekoe resume {directory.path}` submits its next job"
+            )
+        return cls(directory)
+
+    @property
+    def entry(self) -> JobEntry:
+        """The job that counts now."""
+        return jobs_of(self.run)[-1]
+
+    @property
+    def job_id(self) -> str:
+        """Slurm's, or the process id of a local job."""
+        return self.entry.job_id
+
+    @property
+    def job(self) -> SubmittedJob | LocalRunJob:
+        """submitit's handle of the job that counts now."""
+        return _handle(self.entry)
+
+    @property
+    def state(self) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED, OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, PREEMPTED, CANCELLED, …"""
+        return state_of(self.entry).state
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no job of the run waits or runs."""
+        return _handle(self.entry).paths.result_pickle.exists() or self.state in ENDED
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the run's last job has ended; False when `timeout` seconds were over before."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        entry = self.entry
+        handle = _handle(entry)
+        while True:
+            if handle.done():
+                newer = self._newer_than(entry, handle)
+                if newer is None:
+                    return True
+                entry, handle = newer, _handle(newer)
+                continue
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+
+    def result(self, timeout: float | None = None) -> RunResult:
+        """Waits for the run's end. RunFailedError, RunStoppedError, or JobEndedError (by state) when it is not a good
+        one; TimeoutError after `timeout` seconds."""
+        if not self.wait(timeout):
+            raise TimeoutError(
+                f"job {self.job_id} of {self.run.path} has not ended after {timeout:.0f} s: {self.state}"
+            )
+        return _handle(self.entry).result()
+
+    def cancel(self, now: bool = False) -> str:
+        """Stops the run with a checkpoint, then ends its jobs; `now` ends them without. Returns what was done."""
+        from pekoe.launch.cancel import cancel
+
+        return cancel(self.run, now=now)
+
+    def logs(self) -> list[Path]:
+        """What its jobs printed, oldest first, then the logs of the ranks of the newest attempt."""
+        outputs = [_handle(entry).paths.stdout for entry in jobs_of(self.run)]
+        attempts = sorted((path for path in self.run.path.glob("logs/*") if path.name.isdigit()), key=_number)
+        ranks = sorted(attempts[-1].glob("rank-*.log"), key=_number) if attempts else []
+        return [path for path in (*outputs, *ranks) if path.exists()]
+
+    def _newer_than(self, entry: JobEntry, handle: Any) -> JobEntry | None:
+        """The next job of a chain; a job that left a result has none."""
+        deadline = time.monotonic() + (0.0 if handle.paths.result_pickle.exists() else FOLLOW_SECONDS)
+        while True:
+            newest = self.entry
+            if newest.job_id != entry.job_id:
+                return newest
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+
+
+def state_of(entry: JobEntry) -> JobState:
+    """What its job does now; of one that Slurm has forgotten, what its result says."""
+    handle = _handle(entry)
+    if entry.kind == "local":
+        return JobState(handle.state)
+    try:
+        state = read_state(entry.job_id)
+    except SlurmError as error:
+        return JobState(UNKNOWN, reason=str(error))
+    if state.state == GONE and handle.paths.result_pickle.exists():
+        return JobState("COMPLETED" if handle.exception() is None else "FAILED")
+    return state
+
+
+def _handle(entry: JobEntry) -> SubmittedJob | LocalRunJob:
+    from pekoe.launch.slurm import job_of
+
+    return job_of(entry.kind, Path(entry.folder), entry.job_id)
+
+
+def _number(path: Path) -> int:
+    return int("".join(letter for letter in path.stem if letter.isdigit()) or 0)
+
+
+__all__ = ["JobEndedError", "RunJob", "RunResult", "state_of"]

@@ -1,0 +1,61 @@
+"""How a run stands at the end of a job, from its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pekoe.launch.error_record import ErrorRecord, record_path
+from pekoe.launch.run_errors import RunFailedError, RunStoppedError
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_REQUEUE
+from pekoe.pipeline import files
+from pekoe.pipeline.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that has come to its end."""
+
+    run: str
+    """The run directory."""
+    attempt: int
+    """The last one."""
+    code: int
+    outcome: str
+    """`done`: the only one that is no error."""
+    steps: int
+    """Training steps in the ledger."""
+
+
+def conclude(run: RunDirectory, code: int) -> RunResult:
+    """The result of a run whose last attempt ended with `code`. RunStoppedError for 75, RunFailedError for all that is
+    not 0."""
+    attempt = newest_attempt(run)
+    if code == EXIT_DONE:
+        return RunResult(str(run.path), attempt, code, "done", num_steps(run))
+    if code == EXIT_REQUEUE:
+        raise RunStoppedError(
+            f"{run.path} was stopped after step {num_steps(run)}, with a checkpoint; "
+            f"continue it with `pekoe resume {run.path}`"
+        )
+    kind = "the configuration is wrong" if code == EXIT_CONFIGURATION else f"attempt {attempt} failed"
+    raise RunFailedError(f"{run.path}: {kind}: {_sentence(run, attempt, code)}", code)
+
+
+def newest_attempt(run: RunDirectory) -> int:
+    """-1 before the first."""
+    return len(files.read_json(run.run_json)["attempts"]) - 1
+
+
+def num_steps(run: RunDirectory) -> int:
+    """The newest training step in the ledger; 0 before the first."""
+    names = (path.stem.removeprefix("step-") for path in run.ledger.glob("step-*.json"))
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def _sentence(run: RunDirectory, attempt: int, code: int) -> str:
+    path = record_path(run, attempt)
+    if not path.exists():
+        return f"exit code {code}, no error record; `pekoe logs {run.path}` shows what it said"
+    record = files.read_json(path)
+    known = {name: record[name] for name in ErrorRecord.__dataclass_fields__ if name in record}
+    return ErrorRecord(**known).sentence()
