@@ -33,7 +33,8 @@ def load_checked(
     placement = place(config)
     warnings = check(config, placement)
     check_engines(placement)
-    check_has_rollout(placement)
+    if not config.rollout_array.enabled:
+        check_has_rollout(placement)
     if not quiet:
         for warning in warnings:
             print(f"pekoe: warning: {warning}", file=sys.stderr)
