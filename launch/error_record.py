@@ -10,6 +10,7 @@ import traceback
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from pekoe.launch.stop_signals import EXIT_FAILURE
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -45,6 +46,8 @@ class ErrorRecord:
     """When it was noticed, seconds since 1970."""
     stacks: dict[str, str] = field(default_factory=dict)
     """What the threads of ranks that had to do with it were doing: rank -> text."""
+    code: int = EXIT_FAILURE
+    """Exit code of the failure: 78 where the configuration or the run directory is to blame."""
 
     def sentence(self) -> str:
         """For people, in one line."""
@@ -57,6 +60,15 @@ class ErrorRecord:
 
 def record_path(run: RunDirectory, attempt: int) -> Path:
     return run.errors / f"attempt-{attempt}.json"
+
+
+def read_record(run: RunDirectory, attempt: int) -> ErrorRecord | None:
+    """The record of the attempt; None if there is none."""
+    path = record_path(run, attempt)
+    if not path.exists():
+        return None
+    found = files.read_json(path)
+    return ErrorRecord(**{name: found[name] for name in ErrorRecord.__dataclass_fields__ if name in found})
 
 
 def describe(error: BaseException) -> tuple[str, str]:

@@ -7,9 +7,7 @@ Then the new driver waits until the old ranks are silent, and only then begins i
 
 from __future__ import annotations
 
-import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,11 +17,8 @@ from pekoe.pipeline import files
 from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
 from pekoe.pipeline.run_directory import RunDirectory
 
-logger = logging.getLogger(__name__)
-
 REMOTE_SILENCE_SECONDS = 15.0
 """A rank on another host that was heard within this time is taken to be alive."""
-LOOK_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
 
@@ -46,15 +41,6 @@ class Fence:
                 f"attempt {newest} of {self.run.path} has begun: this one, attempt {self.attempt}, ends without "
                 "another write"
             )
-
-    def watch(self, over: threading.Event) -> None:
-        """A thread of the head: `check` every few seconds until `over` is set. A filesystem that does not answer is
-        no newer attempt."""
-        while not over.wait(LOOK_SECONDS):
-            try:
-                self.check()
-            except OSError as error:
-                logger.warning("run.json cannot be read to look for a newer attempt: %s", error)
 
 
 def newest_attempt(run: RunDirectory) -> int:

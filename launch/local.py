@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from pekoe.launch import terminal
@@ -36,6 +37,7 @@ from pekoe.launch.rank_log import TERMINAL
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE, STOP_SIGNALS
 from pekoe.launch.supervisor import LAUNCH_DIRECTORY
 from pekoe.pipeline.files import read_json
+from pekoe.pipeline.observe.heartbeat_files import last_heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 
 POLL_SECONDS = 0.1
@@ -217,7 +219,7 @@ class _Launch:
         run, attempt = self.world.run, self.world.attempt
         if not record_path(run, attempt).exists():
             rank = self.first_dead if self.first_dead is not None else -1
-            heartbeat = _last_heartbeat(run, rank)
+            heartbeat = _last_heartbeat(run, attempt, rank)
             code = self.process.returncode
             reason = f"the rank vanished (mpiexec: {code})"
             if rank < 0:
@@ -245,6 +247,7 @@ def _died(note: Mapping[str, Any]) -> bool:
     return not Path(f"/proc/{note['supervisor']}").exists()
 
 
-def _last_heartbeat(run: RunDirectory, rank: int) -> dict[str, Any]:
-    path = run.heartbeats / f"rank-{rank}.json"
-    return dict(read_json(path, 0.0)) if path.exists() else {}
+def _last_heartbeat(run: RunDirectory, attempt: int, rank: int) -> dict[str, Any]:
+    """Plain, {} where nothing was heard of the rank."""
+    heartbeat = last_heartbeat(run, attempt, rank)
+    return {} if heartbeat is None else dict(msgspec.to_builtins(heartbeat))

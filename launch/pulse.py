@@ -1,8 +1,8 @@
-"""Heartbeats: who sends them, who watches whom, who writes them to disk.
+"""Heartbeats: sent, gathered, judged and written to disk.
 
-Every rank tells the head and its node's leader (the lowest rank on the host), which writes the files. The head watches
-all ranks and rank 1 watches the head: a main thread that stands still (SIGSTOP, a call that never returns the
-interpreter's lock) is noticed after `silence_seconds`.
+Every rank tells its node's leader, which tells the head in one message for all of its node and writes the node's file
+(`launch/node_leaders.py` says who tells and judges whom). A main thread that stands still (SIGSTOP, a call that never
+returns the interpreter's lock) is noticed after `silence_seconds`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pekoe.launch.heartbeat_files import HeartbeatFiles
+from pekoe.launch.heartbeat_files import HeartbeatFiles, seconds_between_writes
+from pekoe.launch.node_leaders import duties_of
 from pekoe.launch.rank_log import log_path
-from pekoe.pipeline.messages import Heartbeat, ThreadPhase
+from pekoe.pipeline.messages import HeardRank, Heartbeat, NodeHeartbeats, ThreadPhase
 from pekoe.pipeline.observe.stack_request import write_answer
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -32,6 +33,11 @@ OWN_PAUSE_SECONDS = 5.0
 """A main thread looks for silence about every second; one that came so late was at least held up itself."""
 DUMP_SHARE = 0.75
 """A main thread that has stood still for this share of `silence_seconds` has its stacks written into the log."""
+DEPUTY_SHARE = 0.25
+"""Of `silence_seconds`: a leader that said nothing for so long is stood in for by its node's deputy."""
+RANKS_PER_MESSAGE = 256
+PHASE_LENGTH = 200
+"""Of a heartbeat within a bundle: keeps it far below the limit of a control message."""
 
 
 class SilentRankError(RuntimeError):
@@ -49,40 +55,40 @@ class Pulse:
     def __init__(self, world: World) -> None:
         self.world = world
         self.newest: dict[int, Heartbeat] = {}
-        """The last heartbeat of each rank heard here (all of them on the head)."""
+        """The last heartbeat of each rank heard here (all of them on the head, those of other nodes in short)."""
+        self.duties = duties_of(world.rank, world.hosts)
         self._heard: dict[int, float] = {}
-        self._inbox = world.post.inbox(Heartbeat)
+        """When (monotonic seconds)."""
+        self._inbox = world.post.inbox(Heartbeat, NodeHeartbeats)
         self._counter = 0
         self._next_beat = 0.0
         self._next_check = time.monotonic() + 1.0
         self._looked = time.monotonic()
         self._files: HeartbeatFiles | None = None
-        leader = world.hosts.index(world.hosts[world.rank])
-        self._listeners = {0, leader}
-        if world.rank == 0 and world.size > 1:
-            self._listeners.add(1)
-        self._leads = leader == world.rank
+        self._stands_in = False
         self.listen_from_now()
 
     def listen_from_now(self) -> None:
         """Silence counts from here: before `serve` nobody sends."""
         now = time.monotonic()
-        if self.world.rank == 0:
-            self._heard = dict.fromkeys(range(1, self.world.size), now)
-        elif self.world.rank == 1:
-            self._heard = {0: now}
+        self._heard |= dict.fromkeys(self.duties.judged, now)
+        if self.duties.is_deputy:
+            self._heard[self.duties.leader] = now
 
     def open_files(self, run: RunDirectory, attempt: int) -> None:
-        if self._leads:
-            self._files = HeartbeatFiles(run, attempt, self._answer_request)
+        if self.duties.is_leader:
+            pause = seconds_between_writes(self.world.settings.heartbeat_seconds, self.world.num_hosts)
+            self._files = HeartbeatFiles(run, attempt, self.world.facts.host, pause, self._answer_request)
 
     def close(self) -> None:
         """The orderly end of all ranks: their last heartbeats on disk say so."""
         faulthandler.cancel_dump_traceback_later()
         if self._files is not None:
-            for heartbeat in self.newest.values():
-                if heartbeat.host == self.world.facts.host:
-                    self._files.put(msgspec.structs.replace(heartbeat, phase="ended", phase_seconds=0.0, threads=()))
+            for rank in self.duties.members:
+                if rank in self.newest:
+                    self._files.put(msgspec.structs.replace(
+                        self.newest[rank], phase="ended", phase_seconds=0.0, threads=(),
+                    ))  # fmt: skip
             self._files.close()
 
     def phases(self, ranks: list[int]) -> str:
@@ -103,19 +109,28 @@ class Pulse:
             self._next_beat = now + self.world.settings.heartbeat_seconds
             self.send()
         while not self._inbox.empty():
-            source, message = self._inbox.get()
+            _, message = self._inbox.get()
             if isinstance(message, Heartbeat):
-                self.newest[source] = message
-                self._heard[source] = now
-                if self._files is not None and self.world.hosts[source] == self.world.hosts[self.world.rank]:
-                    self._files.put(message)
+                self.hear(message, now)
+            elif isinstance(message, NodeHeartbeats):
+                for heard in message.ranks:
+                    self.hear(heard.heartbeat, now - heard.seconds)
         if now >= self._next_check:
             self._next_check = now + 1.0
             self._look_for_silence(now)
             self.world.run_checks()
 
+    def hear(self, heartbeat: Heartbeat, when: float) -> None:
+        """Takes note of a rank; a leader writes what its own node says."""
+        rank, last = heartbeat.rank, self.newest.get(heartbeat.rank)
+        if last is not None and heartbeat.counter < last.counter:
+            return
+        self.newest[rank], self._heard[rank] = heartbeat, max(when, self._heard.get(rank, when))
+        if self._files is not None and rank in self.duties.members:
+            self._files.put(heartbeat)
+
     def send(self) -> None:
-        """One heartbeat now."""
+        """One heartbeat now, and what this rank tells the head of its node."""
         world, state = self.world, self.world.state
         self._counter += 1
         heartbeat = Heartbeat(
@@ -124,17 +139,47 @@ class Pulse:
             gauges=self._gauges(), threads=self._threads(), ends_at=world.ends_at,
         )  # fmt: skip
         faulthandler.dump_traceback_later(world.settings.silence_seconds * DUMP_SHARE, file=2)
-        for listener in self._listeners:
-            world.post.send(listener, heartbeat)
+        for listener in self.duties.listeners:
+            if listener == world.rank:
+                self.hear(heartbeat, time.monotonic())
+            else:
+                world.post.send(listener, heartbeat)
+        if world.rank != 0 and (self.duties.is_leader or self._leader_is_silent()):
+            self._tell_head()
+
+    def _tell_head(self) -> None:
+        """Everybody of this node who was heard here, in short; a deputy says nothing of the leader."""
+        now = time.monotonic()
+        told = [rank for rank in self.duties.members if rank in self.newest and self._may_tell_of(rank)]
+        for start in range(0, len(told), RANKS_PER_MESSAGE):
+            ranks = told[start : start + RANKS_PER_MESSAGE]
+            heard = tuple(HeardRank(_short(self.newest[rank]), now - self._heard[rank]) for rank in ranks)
+            self.world.post.send(0, NodeHeartbeats(heard))
+
+    def _may_tell_of(self, rank: int) -> bool:
+        return rank != self.duties.leader or self.duties.is_leader
+
+    def _leader_is_silent(self) -> bool:
+        """As this rank, its deputy, has heard."""
+        duties = self.duties
+        if not duties.is_deputy:
+            return False
+        silent = time.monotonic() - self._heard[duties.leader] > self.world.settings.silence_seconds * DEPUTY_SHARE
+        if silent and not self._stands_in:
+            logger.warning(
+                "rank %d, which leads this node, is silent (%s): this rank tells the head of its node",
+                duties.leader, self.last_words(duties.leader),
+            )  # fmt: skip
+        self._stands_in = silent
+        return silent
 
     def _answer_request(self, request: str) -> None:
         """The leader of a node, in a thread of its own: what the ranks of this node are doing goes to files."""
         world, run = self.world, self.world.state.run
         if run is None:
             return
-        here = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
         try:
-            for rank, text in world.stacks_of(here).items():
+            for rank, text in world.stacks_of(self.duties.members).items():
                 write_answer(run, world.attempt, rank, request, text)
         except OSError:
             logger.exception("the stacks that were asked for cannot be written")
@@ -158,8 +203,11 @@ class Pulse:
         stood_still, self._looked = now - self._looked, now
         if stood_still > max(limit / 2, OWN_PAUSE_SECONDS):
             self._heard = dict.fromkeys(self._heard, now)
-        for rank, heard in self._heard.items():
-            if now - heard > limit and rank != self.world.rank:
+        if self.duties.is_deputy and not self._stands_in:
+            return
+        for rank in self.duties.judged:
+            heard = self._heard[rank]
+            if now - heard > limit:
                 last = self.newest.get(rank)
                 log = self._log_of(rank)
                 raise SilentRankError(
@@ -173,3 +221,7 @@ class Pulse:
         """Where a main thread that stands still has its stacks written in time, if it was not stopped altogether."""
         run = self.world.state.run
         return "" if run is None else f"; see {run.relative(log_path(run, self.world.attempt, rank))}"
+
+
+def _short(heartbeat: Heartbeat) -> Heartbeat:
+    return msgspec.structs.replace(heartbeat, phase=heartbeat.phase[:PHASE_LENGTH], gauges={}, threads=())

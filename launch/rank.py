@@ -24,6 +24,7 @@ from pekoe.launch.attempts import Attempt, RunDirectoryError, attempt_began, not
 from pekoe.launch.environment import Facts, wrong_size
 from pekoe.launch.fence import Fence
 from pekoe.launch.rank_state import RankState
+from pekoe.launch.stop_request import HeadWatch
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
 from pekoe.launch.supervisor import Reports, supervise
 from pekoe.pipeline.run_directory import RunDirectory
@@ -109,8 +110,8 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         world.ends_at = world.share(_job_end(config, facts, attempt) if world.rank == 0 else None)
         over = threading.Event()
         if world.rank == 0:
-            fence = Fence(attempt.run, attempt.number)
-            world.start("fence", lambda: fence.watch(over))
+            watch = HeadWatch(Fence(attempt.run, attempt.number), signals)
+            world.start("head-watch", lambda: watch.run(over))
         code = int(wiring.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
         over.set()
         if world.rank == 0:

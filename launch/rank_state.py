@@ -110,6 +110,7 @@ class RankState:
             attempt=self.attempt, rank=self.rank, host=self.host, role=self.role, phase=self.phase,
             phase_seconds=time.monotonic() - self.phase_since, error=line, traceback=trace,
             thread=thread or threading.current_thread().name, pid=os.getpid(), log=self.log, stacks=stacks_in(error),
+            code=self.exit_code or EXIT_FAILURE,
         )  # fmt: skip
         threading.Thread(target=self._last_words, args=(record,), name="last-words", daemon=True).start()
         deadline = threading.Timer(self.abort_seconds, os._exit, (self.exit_code or EXIT_FAILURE,))
