@@ -41,6 +41,11 @@ def cancel(run: RunDirectory, now: bool = False) -> str:
     said = []
     if owner is not None and owner.job_id is None:
         said.append(_stop_process(owner, now, deadline))
+    waiting = [job for job, state in jobs.items() if state == "PENDING"]
+    if waiting:
+        # the next job of a chain must not start when this one stops
+        slurm_commands.cancel(*waiting)
+        said.append(f"cancelled {', '.join(waiting)}")
     running = [job for job, state in jobs.items() if state in LIVING]
     if running and not now:
         said.append(_stop_jobs(run, running, deadline))

@@ -2,7 +2,8 @@
 
     job = RunJob.of("runs/quickstart/first");  job.state;  job.wait(60);  job.result();  job.cancel();  job.logs()
 
-A run may have had several jobs (resumed, a chain): the newest one counts, and `wait` and `result` follow it.
+A run may have several jobs (resumed, a chain): the first that has not ended counts, else the last; `wait` and
+`result` follow them to the end of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pekoe.launch.attempts import RunDirectoryError, check_is_run
-from pekoe.launch.job_states import ENDED, GONE, UNKNOWN, JobState, read_state
+from pekoe.launch.job_states import GONE, UNKNOWN, JobState, read_state
 from pekoe.launch.run_errors import JobEndedError
 from pekoe.launch.run_result import RunResult
 from pekoe.launch.slurm_commands import SlurmError
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from pekoe.launch.slurm import LocalRunJob, SubmittedJob
 
 POLL_SECONDS = 0.5
+NEWEST = 3
+"""Jobs of a run that are asked for: earlier ones have ended."""
 FOLLOW_SECONDS = 5.0
-"""How late the next job of a chain may be noted after the end of the one before."""
+"""How late it may be noted that a job which ended without a result is not the last."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class RunJob:
     @property
     def entry(self) -> JobEntry:
         """The job that counts now."""
-        return jobs_of(self.run)[-1]
+        return self._current()[0]
 
     @property
     def job_id(self) -> str:
@@ -63,24 +66,23 @@ class RunJob:
     @property
     def state(self) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED, OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, PREEMPTED, CANCELLED, …"""
-        return state_of(self.entry).state
+        return self._current()[1].state
 
     @property
     def has_ended(self) -> bool:
         """Whether no job of the run waits or runs."""
-        return _handle(self.entry).paths.result_pickle.exists() or self.state in ENDED
+        return self._current()[1].has_ended
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the run's last job has ended; False when `timeout` seconds were over before."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        entry = self.entry
-        handle = _handle(entry)
+        handle = _handle(jobs_of(self.run)[-1])
         while True:
             if handle.done():
-                newer = self._newer_than(entry, handle)
-                if newer is None:
+                other = self._other_than(handle)
+                if other is None:
                     return True
-                entry, handle = newer, _handle(newer)
+                handle = _handle(other)
                 continue
             if deadline is not None and time.monotonic() > deadline:
                 return False
@@ -93,7 +95,7 @@ class RunJob:
             raise TimeoutError(
                 f"job {self.job_id} of {self.run.path} has not ended after {timeout:.0f} s: {self.state}"
             )
-        return _handle(self.entry).result()
+        return _handle(jobs_of(self.run)[-1]).result()
 
     def cancel(self, now: bool = False) -> str:
         """Stops the run with a checkpoint, then ends its jobs; `now` ends them without. Returns what was done."""
@@ -108,16 +110,24 @@ class RunJob:
         ranks = sorted(attempts[-1].glob("rank-*.log"), key=_number) if attempts else []
         return [path for path in (*outputs, *ranks) if path.exists()]
 
-    def _newer_than(self, entry: JobEntry, handle: Any) -> JobEntry | None:
-        """The next job of a chain; a job that left a result has none."""
+    def _other_than(self, handle: Any) -> JobEntry | None:
+        """The last job, if it is another than this one, which has ended: the next of a chain; or, when this one was
+        the next and was not needed, the one before. A job that left a result has no next."""
         deadline = time.monotonic() + (0.0 if handle.paths.result_pickle.exists() else FOLLOW_SECONDS)
         while True:
-            newest = self.entry
-            if newest.job_id != entry.job_id:
-                return newest
+            last = jobs_of(self.run)[-1]
+            if last.job_id != handle.job_id:
+                return last
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)
+
+    def _current(self) -> tuple[JobEntry, JobState]:
+        entries = jobs_of(self.run)[-NEWEST:]
+        states = [state_of(entry) for entry in entries]
+        return next(
+            (pair for pair in zip(entries, states, strict=True) if not pair[1].has_ended), (entries[-1], states[-1])
+        )
 
 
 def state_of(entry: JobEntry) -> JobState:

@@ -1,4 +1,4 @@
-"""Which jobs a run was submitted as, oldest first: the newest is the one that counts.
+"""Which jobs a run was submitted as, oldest first. The newest may wait for the end of the one before it.
 
 `RUN/slurm/jobs.json` has them; of an element of a sweep, the first is in the sweep's file, which `run.json` names.
 """
@@ -40,13 +40,25 @@ def note_job(run: RunDirectory, entry: JobEntry) -> None:
     files.write_json(run.slurm / NAME, {"jobs": [asdict(one) for one in (*_own_jobs(run), entry)]})
 
 
+def forget_job(run: RunDirectory, job_id: str) -> None:
+    """Takes out a job that was cancelled before it began."""
+    kept = [asdict(one) for one in _own_jobs(run) if one.job_id != job_id]
+    files.write_json(run.slurm / NAME, {"jobs": kept})
+
+
+def forget_job(run: RunDirectory, job_id: str) -> None:
+    """Takes out a job that waited and is not needed any more."""
+    kept = [asdict(one) for one in _own_jobs(run) if one.job_id != job_id]
+    files.write_json(run.slurm / NAME, {"jobs": kept})
+
+
 def jobs_of(run: RunDirectory) -> list[JobEntry]:
     """All jobs of the run; empty if it was not submitted."""
     return [*_jobs_of_sweep(run), *_own_jobs(run)]
 
 
 def newest_job(run: RunDirectory) -> JobEntry | None:
-    """The job that counts."""
+    """The one that was submitted last."""
     jobs = jobs_of(run)
     return jobs[-1] if jobs else None
 
