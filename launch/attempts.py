@@ -123,14 +123,19 @@ def begin_next(
 
 
 def check_resumable(run: RunDirectory) -> None:
-    """RunDirectoryError unless this is the directory of a run that has begun."""
+    """RunDirectoryError unless this is the directory of a run that has begun, and no attempt of it lives."""
+    check_is_begun(run)
+    check_has_ended(run)
+
+
+def check_is_begun(run: RunDirectory) -> None:
+    """RunDirectoryError unless this is the directory of a run that has begun, or is prepared."""
     missing = [path.name for path in (run.run_json, run.config) if not path.exists()]
     if missing:
         raise RunDirectoryError(
             f"{run.path} cannot be resumed: {' and '.join(missing)} missing; "
             "give the run directory that `pekoe run CONFIG` made"
         )
-    check_has_ended(run)
 
 
 def check_is_run(run: RunDirectory) -> None:

@@ -41,12 +41,6 @@ def note_job(run: RunDirectory, entry: JobEntry) -> None:
 
 
 def forget_job(run: RunDirectory, job_id: str) -> None:
-    """Takes out a job that was cancelled before it began."""
-    kept = [asdict(one) for one in _own_jobs(run) if one.job_id != job_id]
-    files.write_json(run.slurm / NAME, {"jobs": kept})
-
-
-def forget_job(run: RunDirectory, job_id: str) -> None:
     """Takes out a job that waited and is not needed any more."""
     kept = [asdict(one) for one in _own_jobs(run) if one.job_id != job_id]
     files.write_json(run.slurm / NAME, {"jobs": kept})
