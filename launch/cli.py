@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING
 from pekoe.launch import cli_jobs, environment
 from pekoe.launch.attempts import (
     Attempt,
-    RunDirectoryError,
     begin_fresh,
     begin_resumed,
+    check_is_begun,
     check_is_run,
     check_overrides,
     check_resumable,
 )
 from pekoe.launch.checked_config import load_checked
 from pekoe.launch.environment import Facts
-from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory import inspect_shards
 
 if TYPE_CHECKING:
-    from pekoe.launch.placement import Placement
     from pekoe.pipeline.config.run import RunConfig
 
 EXIT_USAGE = 2
@@ -118,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "target", nargs="?", metavar="RUN|SITE", help="run directory, or a site (default: this machine and its cluster)"
     )
+    doctor.add_argument("--config", metavar="YAML", help="of a run that is to run here: its models and MPI, too")
     doctor.add_argument("--deep", action="store_true", help="read every byte: hashes of checkpoints, all shards")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(command=_doctor)
@@ -139,24 +139,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    facts = environment.read(os.environ)
     overrides: list[str] = list(arguments.overrides)
     resumed: RunDirectory | None = None
     if arguments.resume is not None:
         if arguments.config is not None:
             overrides.insert(0, arguments.config)
         resumed = RunDirectory(arguments.resume.absolute())
-        check_resumable(resumed)
+        (check_is_begun if facts.in_allocation else check_resumable)(resumed)
         check_overrides(overrides)
     elif arguments.config is None:
         raise ValueError("run: neither a configuration nor --resume RUN was given")
     source = str(resumed.config) if resumed else arguments.config
-    facts = environment.read(os.environ)
     if facts.in_world and facts.size > 1:
         _join(source, overrides, resumed, facts)
     config, placement = load_checked(source, overrides, quiet=False)
-    if _should_join(config, placement, facts):
+    from pekoe.launch.step_command import choose_launcher
+
+    if choose_launcher(config, facts, placement.world_size) == "join":
         _join(source, overrides, resumed, facts)
-    return _launch(config, placement, begin(config, resumed, "mpiexec", overrides))
+    from pekoe.launch.job import run_job, run_of_job
+
+    return run_job(resumed, overrides) if resumed is not None else run_job(run_of_job(config, facts))
 
 
 def begin(config: RunConfig, resumed: RunDirectory | None, launcher: str, overrides: Sequence[str]) -> Attempt:
@@ -164,16 +168,6 @@ def begin(config: RunConfig, resumed: RunDirectory | None, launcher: str, overri
     if resumed is None:
         return begin_fresh(config, launcher, overrides)
     return begin_resumed(resumed, config, launcher, overrides)
-
-
-def _should_join(config: RunConfig, placement: Placement, facts: Facts) -> bool:
-    """Is this process a rank already? Alone inside a step it counts as one only if the run needs just one."""
-    launcher = config.cluster.launcher
-    if launcher == "srun" and not facts.in_world:
-        raise RunDirectoryError(
-            "cluster.launcher: 'srun' but no srun step started this process; start it by srun pekoe run …"
-        )
-    return launcher in ("srun", "none") or (launcher == "auto" and facts.in_world and placement.world_size == 1)
 
 
 def _join(source: str, overrides: Sequence[str], resumed: RunDirectory | None, facts: Facts) -> None:
@@ -187,20 +181,6 @@ def _join(source: str, overrides: Sequence[str], resumed: RunDirectory | None, f
         return load_checked(source, overrides, quiet=facts.rank != 0)[0]
 
     run_rank(Origin(load, None, lambda config: begin(config, resumed, facts.launcher, overrides)))
-
-
-def _launch(config: RunConfig, placement: Placement, attempt: Attempt) -> int:
-    from pekoe.launch.local import LocalWorld, run_local_world
-
-    run = attempt.run
-    print(f"pekoe: run directory {run.path}, attempt {attempt.number}, {placement}", flush=True)
-    program = ("-m", "pekoe.launch.rank", str(run.path), str(attempt.number))
-    code = run_local_world(LocalWorld(run, attempt.number, placement.world_size, program))
-    if code == EXIT_REQUEUE:
-        print(f"pekoe: stopped by a signal; continue with `pekoe run --resume {run.path}`", file=sys.stderr)
-    elif code == EXIT_FAILURE:
-        print(f"pekoe: logs are in {run.logs(attempt.number)}", file=sys.stderr)
-    return code
 
 
 def _config_show(arguments: argparse.Namespace) -> int:
@@ -252,9 +232,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if target is None or (not Path(target).is_dir() and _is_site(target)):
         from pekoe.launch.doctor import diagnose_cluster
 
-        text, code = diagnose_cluster(target, arguments.json)
+        text, code = diagnose_cluster(target, config=arguments.config, as_json=arguments.json)
         print(text)
-        return int(code)
+        return code
     from pekoe.launch.allocation import place
     from pekoe.pipeline.runs.doctor import diagnose
 

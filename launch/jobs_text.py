@@ -65,7 +65,7 @@ def _attempt_lines(run: RunDirectory) -> list[str]:
     for attempt in attempts[-SHOWN:]:
         number = attempt["number"]
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt["began"]))
-        job = f", job {attempt['job_id']}" if attempt.get("job_id") else ""
+        job = f", job {attempt['job']}" if attempt.get("job") else ""
         lines.append(f"attempt {number} began {began} on {attempt.get('host', '?')}{job}{_end(run, number)}")
     return lines
 
