@@ -12,6 +12,8 @@ from pekoe.pipeline.config.run import RunConfig
 
 GRES = re.compile(r"[A-Za-z][\w.-]*(:[\w.-]*[A-Za-z_.-][\w.-]*)?")
 MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
+OWN_VARIABLES = re.compile(r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|SBATCH|PMI|PMIX|PMI2)_\w+")
+"""Of torch and of the process manager: one value for all ranks would be wrong on all but one."""
 WORDS = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "mem", "gres")
 """Keys of one word each on a line of sbatch."""
 SBATCH_KEYS = {
@@ -143,6 +145,8 @@ def _check_requests(config: RunConfig, findings: Findings) -> None:
     for name in slurm.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             findings.wrong("cluster.slurm.environment", name, "is no name of a variable; allowed: letters, digits, _")
+        elif OWN_VARIABLES.fullmatch(name):
+            findings.wrong("cluster.slurm.environment", name, "is set for each rank by its launcher; allowed: others")
 
 
 def _check_flags(key: str, flags: Iterable[str], own: dict[str, str], findings: Findings) -> None:

@@ -70,7 +70,8 @@ def test_rollout_nodes_make_a_heterogeneous_job() -> None:
         "cluster.n_nodes=1", "cluster.rollout_nodes.n_nodes=2", "cluster.rollout_nodes.n_gpus_per_node=4",
         "cluster.rollout_nodes.partition=l40", "cluster.rollout_nodes.gres=gpu:l40", "cluster.rollout_nodes.mem=64G",
         "cluster.rollout_nodes.cpus_per_task=4", "cluster.rollout_nodes.constraint=pcie",
-        "cluster.rollout_nodes.extra=['--switches=1']", "cluster.slurm.partition=h100", "cluster.slurm.cpus_per_task=16",
+        "cluster.rollout_nodes.extra=['--switches=1']", "cluster.slurm.partition=h100",
+        "cluster.slurm.cpus_per_task=16",
         "cluster.slurm.nodelist=big1", "cluster.slurm.account=me", allocation="hf:d8+fsdp:d2",
     )  # fmt: skip
     assert made == (GOLDEN / "heterogeneous.sbatch").read_text()
@@ -203,8 +204,8 @@ def test_train_sbatch_finds_the_environment_of_the_checkout_it_is_submitted_from
         program.chmod(0o755)
     environ = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)}
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "train.sbatch"), "--resume", "RUN"], env=environ, capture_output=True, text=True,
-        timeout=10,
+        ["bash", str(ROOT / "scripts" / "train.sbatch"), "--resume", "RUN"], env=environ, capture_output=True,
+        text=True, timeout=10,
     )  # fmt: skip
     assert done.stdout == "pekoe run --resume RUN\n"
 
