@@ -68,6 +68,7 @@ class CpuDevice(Device):
 
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        create = ProcessGroupGloo.create_device
+        options._devices = [create(interface=name) for name in names] or [create(hostname=host)]
         return ProcessGroupGloo(store, rank, size, options)

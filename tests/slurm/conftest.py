@@ -77,8 +77,8 @@ class TinyJob:
 
     @property
     def variables(self) -> dict[str, str]:
-        """For what submits or starts it: where its reward function is found."""
-        return {"PYTHONPATH": str(self.folder)}
+        """For what submits or starts it: where Pekoe and the reward function are found."""
+        return {"PYTHONPATH": str(self.folder), "PEKOE_VENV": sys.prefix}
 
     def run(self, name: str) -> Path:
         """The run directory of that name."""
