@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pekoe.launch.slurm_lists import expand_hosts, expand_task_counts
@@ -214,6 +214,20 @@ def pick_device(facts: Facts, variable: str, num_devices: int | None = None, ran
         )
     ordinal = facts.local_rank // ranks_per_device
     return Device(listed[ordinal], ordinal)
+
+
+def check_distinct(identities: Sequence[str]) -> None:
+    """ValueError when two ranks hold one physical device; `identities` by rank, '' for what may be shared.
+
+    The last word on devices: neither a variable nor a list says whether Slurm gave one device to two tasks.
+    """
+    holders: dict[str, int] = {}
+    for rank, identity in enumerate(identities):
+        if identity and holders.setdefault(identity, rank) != rank:
+            raise ValueError(
+                f"device {identity}: ranks {holders[identity]} and {rank} both hold it; allowed: a rank per device "
+                "(look at --gpu-bind, --gpus-per-task and the visible-devices variable of the tasks)"
+            )
 
 
 def guess_variable(facts: Facts) -> str | None:

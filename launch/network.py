@@ -69,8 +69,8 @@ def choose(
             if not found:
                 here = ", ".join(sorted({one.name for one in interfaces()}))
                 raise ValueError(f"{name}: {pattern!r} leaves no interface of {socket.gethostname()}; it has {here}")
-    sources = [source_address(peer) for peer in peers] or []
-    for source in (*sources, source_address(ANYWHERE), *_own_addresses()):
+    towards_peers = [source_address(peer) for peer in peers]
+    for source in (*towards_peers, source_address(ANYWHERE), *_own_addresses()):
         for one in found:
             if one.address == source and not one.is_loopback:
                 return one
@@ -97,9 +97,10 @@ def variables(environ: Mapping[str, str], interface: Interface, several_hosts: b
 
 def matches(pattern: str, name: str, literal: bool = False) -> bool:
     """Does NCCL's syntax let this name pass? `literal` values are exact names unless they begin with `^` or `=`."""
-    excluded, exact = pattern.startswith("^"), pattern.startswith(("=", "^=")) or literal
+    excluded = pattern.startswith("^")
+    exact = pattern.startswith(("=", "^=")) or (literal and not excluded)
     parts = [part.strip().lstrip("=") for part in pattern.lstrip("^=").split(",") if part.strip()]
-    hit = any(name == part if exact and not excluded else name.startswith(part) for part in parts)
+    hit = any(name == part if exact else name.startswith(part) for part in parts)
     return not hit if excluded else hit
 
 

@@ -31,6 +31,7 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pekoe.launch.placement import Placement
+    from pekoe.launch.rank_environment import RankPlan
     from pekoe.launch.world import World, WorldSettings
     from pekoe.pipeline.config.run import RunConfig
 
@@ -85,9 +86,9 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         return EXIT_CONFIGURATION
     roles = placement.roles_of(facts.rank)
     state.set_role("+".join(roles))
-    _set_environment(config, facts, placement)
     if origin.attempt is not None:
         _enter_attempt(state, origin.attempt)
+    plan = _enter_environment(config, facts, placement)
     from pekoe.launch.world import World
 
     state.set_phase("preparing")
@@ -105,14 +106,14 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         if origin.attempt is None:
             _enter_attempt(state, attempt)
         world.begin_attempt(attempt.run, attempt.number, state.log)
-        for note in facts.notes:
+        for note in plan.notes:
             logger.info(note)
         world.ends_at = world.share(_job_end(config, facts, attempt) if world.rank == 0 else None)
         over = threading.Event()
         if world.rank == 0:
             watch = HeadWatch(Fence(attempt.run, attempt.number), signals)
             world.start("head-watch", lambda: watch.run(over))
-        code = int(wiring.run(config, world, placement, attempt.run, prepared, _device_index(config, world)))
+        code = int(wiring.run(config, world, placement, attempt.run, prepared, _device_index(config, world, plan)))
         over.set()
         if world.rank == 0:
             note_end(attempt, code, signals.first)
@@ -147,13 +148,11 @@ def _job_end(config: RunConfig, facts: Facts, attempt: Attempt) -> float | None:
     return end
 
 
-def _set_environment(config: RunConfig, facts: Facts, placement: Placement) -> None:
-    cache = rank_environment.node_local_cache(os.environ, facts)
-    variables = rank_environment.rank_variables(os.environ, facts, config.cluster.threads_per_rank, cache)
-    own = rank_environment.trainer_variables(
-        facts.rank, placement.trainer_ranks, placement.rollout_ranks, facts.local_rank
-    )
-    rank_environment.apply(os.environ, {**variables, **own})
+def _enter_environment(config: RunConfig, facts: Facts, placement: Placement) -> RankPlan:
+    """Before torch is loaded: the variables of this process are the plan's from now on."""
+    plan = rank_environment.plan(os.environ, placement, config, facts)
+    rank_environment.enter(plan)
+    return plan
 
 
 def _enter_attempt(state: RankState, attempt: Attempt) -> None:
@@ -189,14 +188,21 @@ def _begin_together(world: World, config: RunConfig, origin: Origin) -> Attempt:
     return Attempt(RunDirectory(Path(str(answer["run"]))), int(str(answer["number"])))
 
 
-def _device_index(config: RunConfig, world: World) -> int:
-    """Position of this rank's device among those that it sees; 0 where devices are shared (cpu)."""
+def _device_index(config: RunConfig, world: World, plan: RankPlan) -> int:
+    """Position of this rank's device among those that it sees; 0 where devices are shared (cpu). ValueError when two
+    ranks hold one device."""
     from pekoe.pipeline.devices.device import choose
 
     device = choose(config.cluster.device)
-    if not device.visible_devices_variable:
-        return 0
-    return environment.pick_device(world.facts, device.visible_devices_variable, device.count()).ordinal
+    variable = device.visible_devices_variable
+    if not variable:
+        index = 0
+    elif plan.device is not None and plan.device_variable == variable:
+        index = plan.device.ordinal
+    else:
+        index = environment.pick_device(world.facts, variable, device.count()).ordinal
+    environment.check_distinct(world.collect(device.identity(index)))
+    return index
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -1,9 +1,9 @@
 """What a rank works under, decided in one place before torch is loaded: its device, ports, caches and every variable.
 
-    environment ─► facts ─┬─► device (out of the visible list)            ┐
-    configuration ────────┼─► caches on the node's disk                   ├─► plan ─► enter: os.environ is the plan's
-    placement ────────────┼─► ports for engines, one network interface    │
-    user's variables ─────┴─► kept, less those of other launchers         ┘
+environment ─► facts ─┬─► device (out of the visible list)            ┐
+configuration ────────┼─► caches on the node's disk                   ├─► plan ─► enter: os.environ is the plan's
+placement ────────────┼─► ports for engines, one network interface    │
+user's variables ─────┴─► kept, less those of other launchers         ┘
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pekoe.launch import environment, network, node_cache, port_blocks, proxies
 from pekoe.launch.environment import TORCH_VARIABLES, Device, Facts, cores_per_rank, torch_variables
 from pekoe.launch.network import Interface
 from pekoe.launch.port_blocks import PortBlock
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION
 
 if TYPE_CHECKING:
     from pekoe.launch.placement import Placement
@@ -36,8 +37,16 @@ DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 """Nodes of a cluster reach no hub: models and data were resolved to local paths before."""
+CACHES = {**node_cache.SHARED, **node_cache.OWN}
+"""Variables of caches that go to the node's own disk where the user has set nothing."""
 ENGINE_PORT = "VLLM_PORT"
 ENGINES_WITH_PORTS = ("vllm", "sglang")
+
+
+class RankPlanError(ValueError):
+    """A rank cannot work in this environment: devices, network or variables do not fit."""
+
+    exit_code = EXIT_CONFIGURATION
 
 
 @dataclass(frozen=True)
@@ -69,14 +78,20 @@ _entered: list[RankPlan] = []
 
 
 def plan(environ: Mapping[str, str], placement: Placement, config: RunConfig, facts: Facts | None = None) -> RankPlan:
-    """The plan of this rank; makes the folders of its caches and reserves its ports. ValueError for an environment that
-    cannot work (devices, network), OSError without a place for caches."""
-    facts = facts or environment.read(environ)
+    """The plan of this rank; makes the folders of its caches and reserves its ports. RankPlanError for an environment
+    that cannot work, OSError without a place for caches."""
+    try:
+        return _decide(environ, placement, config, facts or environment.read(environ))
+    except ValueError as error:
+        raise RankPlanError(str(error)) from error
+
+
+def _decide(environ: Mapping[str, str], placement: Placement, config: RunConfig, facts: Facts) -> RankPlan:
     user = {name: value for name, value in environ.items() if name not in TORCH_VARIABLES}
     user |= config.cluster.slurm.environment
     roles = placement.roles_of(facts.rank)
     variable = _device_variable(config.cluster.device, facts)
-    device = environment.pick_device(facts, variable) if variable and facts.visible[variable] is not None else None
+    device = _device(config.cluster.device, facts, variable)
     interface = _interface(user, facts)
     cache = node_cache.find(user, facts)
     own = node_cache.own_folder(cache, facts.local_rank)
@@ -109,6 +124,11 @@ def enter(plan: RankPlan, environ: MutableMapping[str, str] | None = None) -> No
     if plan.facts.local_rank == 0:
         node_cache.delete_unused(plan.cache)
     apply(os.environ if environ is None else environ, plan.variables)
+
+
+def node_local_cache(inherited: Mapping[str, str], facts: Facts) -> Path:
+    """A writable folder on a local disk, of this user and this job. OSError when there is none."""
+    return node_cache.find(inherited, facts)
 
 
 def trainer_variables(
@@ -170,6 +190,18 @@ def _device_variable(kind: str, facts: Facts) -> str | None:
     if kind == "auto":
         return environment.guess_variable(facts)
     return choose(kind).visible_devices_variable or None
+
+
+def _device(kind: str, facts: Facts, variable: str | None) -> Device | None:
+    """None where it takes the vendor's library, or the other ranks of the node, to say."""
+    if variable is None or facts.visible[variable] is None or (facts.local_size is None and not facts.narrowed):
+        return None
+    try:
+        return environment.pick_device(facts, variable)
+    except ValueError:
+        if kind != "auto":
+            raise
+        return None
 
 
 def _interface(user: Mapping[str, str], facts: Facts) -> Interface | None:

@@ -7,8 +7,10 @@ listening socket over, so that nobody else can get the port in between.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
-from collections.abc import Sequence
+
+from pekoe.launch import network
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
@@ -52,31 +54,15 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address() -> str:
-    """This host's address for other hosts: what its name resolves to, else the interface of the default route.
-
-    ValueError where there is nothing but loopback.
-    """
-    for candidate in (*_addresses_of(socket.gethostname()), _route_address()):
-        if candidate and not is_loopback(candidate):
-            return candidate
-    raise ValueError(
-        f"rendezvous: host {socket.gethostname()!r} has no address but loopback; "
-        "allowed: a name or route that gives one"
-    )
-
-
-def _addresses_of(name: str) -> Sequence[str]:
-    try:
-        return [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
-    except socket.gaierror:
-        return []
-
-
-def _route_address() -> str | None:
-    """The source address towards the default route; a connected UDP socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    """This host's address for other hosts: of the interface that the rank's libraries were told to take, else of the
+    one by the route. ValueError where there is nothing but loopback."""
+    told = network.address_of(os.environ)
+    if told and not is_loopback(told):
+        return told
+    found = network.choose(os.environ)
+    if found is None or found.is_loopback:
+        raise ValueError(
+            f"rendezvous: host {socket.gethostname()!r} has no address but loopback; "
+            "allowed: an interface with an address that the other hosts reach"
+        )
+    return found.address

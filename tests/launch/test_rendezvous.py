@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from pekoe.launch import rendezvous
+from pekoe.launch import network, rendezvous
+from pekoe.launch.network import Interface
 
 
 def test_ports_are_distinct_whatever_the_job_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,12 +46,22 @@ def test_loopback_is_refused_with_several_hosts() -> None:
 
 
 def test_own_address_skips_a_host_name_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_addresses_of", lambda name: ["127.0.1.1"])
-    monkeypatch.setattr(rendezvous, "_route_address", lambda: "10.0.0.7")
+    lo, eth = Interface("lo", "127.0.1.1", "255.0.0.0"), Interface("eth0", "10.0.0.7", "255.255.255.0")
+    monkeypatch.setattr(network, "_own_addresses", lambda: ["127.0.1.1"])
+    monkeypatch.setattr(network, "source_address", lambda peer: None)
+    monkeypatch.setattr(network, "interfaces", lambda: [lo, eth])
     assert rendezvous.own_address() == "10.0.0.7"
-    monkeypatch.setattr(rendezvous, "_route_address", lambda: None)
+    monkeypatch.setattr(network, "interfaces", lambda: [lo])
     with pytest.raises(ValueError, match="no address but loopback"):
         rendezvous.own_address()
+
+
+def test_own_address_is_of_the_interface_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("eth0", "ib0")
+    found = [Interface(name, f"10.0.{index}.7", "255.255.255.0") for index, name in enumerate(names)]
+    monkeypatch.setattr(network, "interfaces", lambda: found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert rendezvous.own_address() == "10.0.1.7"
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":12", "host:port"])
