@@ -94,6 +94,8 @@ make_network() {
   ip link set "${prefix}br" up
   printf '127.0.0.1 localhost\n%s.254 %s\n' "$network" "$self" >"$folder/etc/hosts"
   for i in $(seq "$nodes"); do echo "$network.$i n$i" >>"$folder/etc/hosts"; done
+  # nobody listens there: an answer at once, where a name server out of reach would take 10 s
+  echo "nameserver 127.0.0.1" >"$folder/etc/resolv.conf"
   for i in $(seq "$nodes"); do
     ip netns add "$prefix-n$i"
     ip link add "${prefix}v$i" type veth peer name eth0 netns "$prefix-n$i"
@@ -195,6 +197,7 @@ start_nodes() {
     setsid nsenter --net="/run/netns/$prefix-n$i" unshare --uts --mount bash -c "
       hostname n$i
       mount --bind '$folder/etc/hosts' /etc/hosts
+      mount --bind '$folder/etc/resolv.conf' /etc/resolv.conf
       mount -t tmpfs -o mode=1777 shm-n$i /dev/shm
       exec slurmd -D -N n$i" >"$folder/log/slurmd-n$i.out" 2>&1 &
     remember "slurmd-n$i" $!
