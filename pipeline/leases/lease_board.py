@@ -179,9 +179,10 @@ class LeaseBoard:
         self._errors = []
         self._take_orders()
         self._try(lambda: self._look_at_worlds(now))
-        self._read_inboxes(now, messages)
-        self._try(lambda: self._see_offered(now))
-        self._bury(now, messages)
+        watched = self._roster.watched_seconds
+        self._read_inboxes(watched, messages)
+        self._try(lambda: self._see_offered(watched))
+        self._bury(watched, messages)
         self._try(lambda: self._write_state(now))
         self._try(self._write_offers)
         with self._orders.lock:
@@ -223,7 +224,7 @@ class LeaseBoard:
             serials = {serial for _, _, serial in world.state.held}
             world.ended &= serials
             held = [lease for lease in world.state.held if lease[2] not in world.ended]
-            world.cancelled, revivable = self._table.see_held(world.name, held, now)
+            world.cancelled, revivable = self._table.see_held(world.name, held, self._roster.watched_seconds)
             for name, serial in revivable:
                 if files.remove(offered_folder(self.run) / str(name)):
                     self._table.revive(world.name, name.key, serial)

@@ -86,11 +86,10 @@ def leases_in(folder: Path) -> list[LeaseName]:
     return [name for text in names_in(folder) if (name := LeaseName.parse(text))]
 
 
-def read_record(path: Path, kind: type[T], *, binary: bool = False) -> T | None:
-    """The record in a file; None when it is not there, cannot be seen now, or is damaged."""
-    decode = msgspec.msgpack.decode if binary else msgspec.json.decode
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """The JSON record in a file; None when it is not there, cannot be seen now, or is damaged."""
     try:
-        return decode(files.read_bytes(path, retry_seconds=0.0), type=kind)
+        return msgspec.json.decode(files.read_bytes(path, retry_seconds=0.0), type=kind)
     except (msgspec.DecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in files.LATE:
             raise

@@ -81,10 +81,10 @@ class LeaseHolder:
         self.attempt: int | None = None
         """That is followed; None before the first `follow`."""
         self.held: dict[GroupKey, Lease] = {}
-        """Claimed, and neither told of nor given up."""
+        """Claimed; not given up, and no notice of its end is on the disk."""
         self._clock = clock
         self._incarnation = uuid.uuid4().hex[:8]
-        self._random = random.Random(self._incarnation)
+        self._random = random.Random(world)
         self._state: BoardState | None = None
         self._state_since = 0.0
         self._num_joins = 0
@@ -116,7 +116,7 @@ class LeaseHolder:
 
         What was not told yet of the older attempt never will be: recovery finds its shards by itself.
         """
-        given_up = sorted(self.held)
+        given_up = sorted(self.held.keys() - self._told())
         self.held.clear()
         self._untold.clear()
         self._to_remove.clear()
@@ -151,7 +151,7 @@ class LeaseHolder:
         for lease in leases:
             self._end(lease)
         self._remove_ended()
-        return sorted(_key(lease) for lease in leases)
+        return sorted({_key(lease) for lease in leases} - self._told())
 
     def tell(self, messages: Sequence[Message]) -> None:
         """One durable file with these messages; the leases that they end are given up after it.
@@ -258,6 +258,10 @@ class LeaseHolder:
             return False
         return True
 
+    def _told(self) -> set[GroupKey]:
+        """Groups whose end is told in notices that the disk has not taken: still held, for the head."""
+        return {(group, try_number) for notice in self._untold for group, try_number, _ in notice.leases}
+
     def _write_untold(self) -> None:
         """Whatever became of an earlier try: the same number with the same content, which the head takes once."""
         while self._untold:
@@ -293,10 +297,14 @@ class LeaseHolder:
         for name in self._in_own_order(lease_files.leases_in(offered), limit, version):
             if len(claimed) >= limit:
                 return
-            if lease_files.move(offered / str(name), held / str(name)):
-                if lease := self._take(name):
-                    claimed.append(lease.assign)
-            elif not lease_files.is_there(held):
+            try:
+                is_ours = lease_files.move(offered / str(name), held / str(name))
+            except FileNotFoundError:
+                is_ours = False
+            if is_ours and (lease := self._take(name)):
+                claimed.append(lease.assign)
+            elif not is_ours and not lease_files.is_there(held):
+                self._beat_due = 0.0
                 return
 
     def _found_in_folder(self) -> list[LeaseName]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 from pekoe.pipeline import files
 from pekoe.pipeline.leases import lease_files
@@ -84,7 +87,7 @@ class NoticeReader:
     def _read_stream(self, world: str, name: str, stream: _Stream, last: int, now: float) -> Iterator[Notice]:
         for number in range(stream.next_number, min(last + 1, stream.next_number + MAX_NOTICES)):
             path = inbox_folder(self.run, world) / notice_name(name, number)
-            notice = lease_files.read_record(path, Notice, binary=True)
+            notice = _read(path)
             if notice is None:
                 if stream.gap_since is None:
                     stream.gap_since = now
@@ -107,3 +110,11 @@ class NoticeReader:
                 files.remove(path)
             except OSError as error:
                 logger.debug("%s stays for now: %s", self.run.relative(path), error)
+
+
+def _read(path: Path) -> Notice | None:
+    """None when there is no such file, or no notice in it; whatever else the disk says is raised: it is there."""
+    try:
+        return msgspec.msgpack.decode(files.disk.read(path), type=Notice)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None

@@ -46,6 +46,8 @@ class WorldRoster:
         self.lease_seconds = lease_seconds
         self.look_seconds = look_seconds
         self.worlds: dict[str, SeenWorld] = {}
+        self.watched_seconds = 0.0
+        """For how long the worlds have been watched in all: the clock by which anything of theirs is overdue."""
         self._last_pass: float | None = None
 
     def follows(self, world: SeenWorld) -> bool:
@@ -55,21 +57,28 @@ class WorldRoster:
     def look(self, now: float) -> Iterator[SeenWorld]:
         """One listing, and one small file of each world whose turn it is; yields worlds with something new to say.
 
-        While the head was suspended, or stuck in its disk, nobody was watched: an interval counts as silence only up to
-        a quarter of the lease.
+        While the head was suspended, or stuck in its disk, nobody was watched: the time between two passes counts only
+        up to a quarter of the lease. Nor does it count as silence that the disk refuses to let a file be read.
         """
         elapsed = 0.0 if self._last_pass is None else min(now - self._last_pass, self.lease_seconds / 4)
         self._last_pass = now
-        for name in lease_files.names_in(self.run.leases):
+        names, errors = lease_files.names_in(self.run.leases), []
+        self.watched_seconds += elapsed
+        for name in names:
             if name.endswith(files.DISCARDED):
                 files.put_away(self.run.leases / name)
             elif is_world_name(name) and name not in self.worlds:
                 self.worlds[name] = SeenWorld(name)
         for world in self.worlds.values():
-            world.silent_seconds += elapsed
             if now < world.next_look:
+                world.silent_seconds += elapsed
                 continue
-            state = lease_files.read_record(world_file(self.run, world.name), WorldState)
+            try:
+                state = lease_files.read_record(world_file(self.run, world.name), WorldState)
+            except OSError as error:
+                errors.append(error)
+                continue
+            world.silent_seconds += elapsed
             world.next_look = now + self.look_seconds
             if state is None or _same(state, world.state):
                 continue
@@ -77,6 +86,8 @@ class WorldRoster:
                 logger.info("world %s: %d ranks, %d slots on %s", world.name, state.num_ranks, state.slots, state.host)
             world.state, world.silent_seconds = state, 0.0
             yield world
+        if errors:
+            raise errors[0]
 
     def gone(self) -> list[SeenWorld]:
         """Worlds that left in order, or have been silent for too long."""
