@@ -24,7 +24,8 @@ from pekoe.pipeline.observe.stack_request import read_request, request_path
 from pekoe.pipeline.run_directory import RunDirectory
 
 BLOCK = 4096
-"""Files are whole multiples of it: on a full disk the next text still fits over the old one."""
+"""Files are whole multiples of it: on a full disk the next text still fits over the old one. The spaces come before the
+last bracket, so that a file that was cut off does not look whole."""
 LONGEST_PAUSE = 5.0
 NODES_PER_SECOND = 200
 
@@ -56,7 +57,7 @@ def _replace(path: Path, value: dict[str, object]) -> None:
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     data = json.dumps(value, sort_keys=True).encode()
-    data = data.ljust((len(data) // BLOCK + 1) * BLOCK - 1) + b"\n"
+    data = data[:-1].ljust((len(data) // BLOCK + 1) * BLOCK - 2) + b"}\n"
     try:
         part.write_bytes(data)
         os.replace(part, path)

@@ -10,7 +10,9 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, WeightsShared, Saved, Exported, Present
     foreman -> rollout Follow, beside what a head sends (rollout ranks of an attached world)
-    any   -> head      Heartbeat, SignalReceived, Leaving, Stacks
+    any   -> head      SignalReceived, Leaving, Stacks
+    any   -> leader    Heartbeat (of its node; the head leads its own)
+    leader -> head     NodeHeartbeats
     head  -> any       Farewell, ShowStacks
 """
 
@@ -418,6 +420,21 @@ class Heartbeat(Message, frozen=True):
     """`phase` and `phase_seconds` are of all of them together."""
     ends_at: float | None = None
     """When the job ends, seconds since 1970; None: not known."""
+
+
+class HeardRank(msgspec.Struct, frozen=True, array_like=True):
+    """A rank as the leader of its node heard it last."""
+
+    heartbeat: Heartbeat
+    """Without gauges and threads, its phase cut: the head wants to know who lives and does what."""
+    seconds: float
+    """Since it was heard (the leader's clock)."""
+
+
+class NodeHeartbeats(Message, frozen=True):
+    """One interval of a node: from its leader, or from its deputy while the leader is silent."""
+
+    ranks: tuple[HeardRank, ...]
 
 
 class ShowStacks(Message, frozen=True):

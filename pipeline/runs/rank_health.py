@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
-from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
+from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, damaged_files, read_heartbeats
 from pekoe.pipeline.observe.progress import duration
 from pekoe.pipeline.observe.waits import SILENT_SECONDS, seconds_text, threads_of
 from pekoe.pipeline.run_directory import RunDirectory
@@ -34,11 +32,10 @@ def examine_ranks(run: RunDirectory, places: Places | None, now: float) -> list[
     beats = read_heartbeats(run)
     findings = []
     heard = {beat.heartbeat.rank for beat in beats}
-    for path in sorted(run.heartbeats.glob("rank-*.json")):
-        if path.stem.removeprefix("rank-") not in map(str, heard) and not _is_of_an_earlier_attempt(path):
-            findings.append(note("ranks", f"heartbeats/{path.name} cannot be read; a running rank writes it anew"))
+    for path in damaged_files(run):
+        findings.append(note("ranks", f"heartbeats/{path.name} cannot be read; a running rank writes it anew"))
     missing = sorted(set(range(places.world_size if places else 0)) - heard)
-    if beats and missing:
+    if missing and (beats or any(run.path.glob("logs/*/rank-*.log"))):
         findings.append(note("ranks", f"no heartbeat of rank {first_few(missing)} (of {places and places.world_size})"))
     running = [beat for beat in beats if lives(beat, now)]
     if running:
@@ -83,10 +80,3 @@ def _who(beat: HeartbeatFile) -> str:
 def _head_phase(beat: HeartbeatFile, now: float) -> str:
     phase, age = beat.heartbeat.phase, beat.heartbeat.phase_seconds + beat.age_seconds(now)
     return f"rank {beat.heartbeat.rank} in phase {phase!r} since {duration(age)}"
-
-
-def _is_of_an_earlier_attempt(path: Path) -> bool:
-    try:
-        return "attempt" in json.loads(path.read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pekoe.launch import environment
@@ -59,6 +60,8 @@ def hold_the_lock(seconds: int | None = None) -> None:
 
 def rank_program(reports: Reports) -> int:
     facts = environment.read(os.environ)
+    if WHAT == "nodes":
+        facts = replace(facts, host=f"node-{facts.rank // 2}")
     state = RankState(facts.rank, facts.host, reports, FAST.abort_seconds)
     state.catch_everything()
     run = RunDirectory(RUN)
@@ -177,6 +180,8 @@ def behave(world: World) -> int:
         world.serve(done)
         world.finalize()
         return 0
+    elif WHAT == "nodes" and world.rank == 0:
+        world.add_check(lambda: tell_what_was_heard(world))
     elif WHAT == "killed-survivor-fails":
         world.start("watcher", lambda: fail_after_peer(world))
     say(rank=world.rank, pid=os.getpid())
@@ -207,6 +212,10 @@ def ask_for_stacks(world: World) -> None:
     began = time.monotonic()
     stacks = world.stacks_of([0, 1, 2, 1])
     say(stacks=stacks, seconds=time.monotonic() - began)
+
+
+def tell_what_was_heard(world: World) -> None:
+    say(heard={rank: heartbeat.counter for rank, heartbeat in world._pulse.newest.items()})
 
 
 def fail_after_peer(world: World) -> None:

@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from run_command import base_overrides, command, environment, run
+
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
+from pekoe.pipeline.run_directory import RunDirectory
 
 LIMIT = 10.0
 
@@ -41,11 +45,11 @@ def wait_for_step(run_path: Path, step: int, process: subprocess.Popen[bytes], s
 
 
 def heartbeats(run_path: Path) -> dict[int, dict[str, Any]]:
-    found = {}
-    for path in (run_path / "heartbeats").glob("rank-*.json"):
-        beat = json.loads(path.read_text())
-        found[int(beat["rank"])] = beat
-    return found
+    found = read_heartbeats(RunDirectory(run_path))
+    return {
+        item.heartbeat.rank: {**msgspec.to_builtins(item.heartbeat), "attempt": item.attempt, "time": item.time}
+        for item in found
+    }
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,122 @@
+"""Heartbeats on many nodes: one bundle per node for the head, every rank judged by somebody, one file per node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import msgspec
+from worlds import StartedWorld
+
+from pekoe.launch.node_leaders import duties_of
+from pekoe.launch.pulse import PHASE_LENGTH, RANKS_PER_MESSAGE, _short
+from pekoe.pipeline.messages import HeardRank, Heartbeat, NodeHeartbeats, ThreadPhase
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
+from pekoe.pipeline.run_directory import RunDirectory
+
+
+@pytest.mark.parametrize("layout", ["packed", "round robin", "one rank a node", "one node", "head alone"])
+def test_every_rank_is_judged_and_the_head_hears_few(layout: str) -> None:
+    nodes, per_node = {"one rank a node": (40, 1), "one node": (1, 40)}.get(layout, (40, 8))
+    hosts = [
+        f"node-{rank // per_node if layout != 'round robin' else rank % nodes}" for rank in range(nodes * per_node)
+    ]
+    if layout == "head alone":
+        hosts[0] = "login"
+    duties = [duties_of(rank, hosts) for rank in range(len(hosts))]
+    judges: dict[int, set[int]] = {rank: set() for rank in range(len(hosts))}
+    for rank, duty in enumerate(duties):
+        for judged in duty.judged:
+            judges[judged].add(rank)
+    for rank, duty in enumerate(duties):
+        assert judges[rank] - {rank}, f"nobody judges rank {rank}"
+        assert len(duty.listeners) <= 2
+        assert rank == 0 or not duty.is_leader or 0 in judges[rank], "the head judges leaders"
+        for judge in judges[rank]:
+            assert (judge == 0 and duty.is_leader) or judge in duty.listeners, "who judges must hear"
+        if duty.deputy is not None:
+            assert duties[duty.deputy].is_deputy
+            assert duty.deputy in duty.listeners
+    to_head = Counter(listener for duty in duties for listener in duty.listeners)[0]
+    own = hosts.count(hosts[0])
+    assert to_head == own, "beside them one bundle from each leader"
+    assert sum(duty.is_leader for duty in duties) == len(set(hosts))
+
+
+def test_a_bundle_is_far_below_the_limit_of_a_message() -> None:
+    threads = tuple(ThreadPhase("x" * 100, "y" * 1000, 1.0) for _ in range(20))
+    gauges = {f"gauge-{number}": 1.0 for number in range(200)}
+    beat = Heartbeat(1, "trainer+rollout", "h" * 255, 1, 1, "z" * 5000, 1.0, 1, gauges, threads)
+    bundle = NodeHeartbeats(tuple(HeardRank(_short(beat), 1.0) for _ in range(RANKS_PER_MESSAGE)))
+    assert len(msgspec.msgpack.encode(bundle)) < 1 << 18
+    assert bundle.ranks[0].heartbeat.phase == "z" * PHASE_LENGTH
+
+
+def start(tmp_path: Path) -> tuple[StartedWorld, dict[int, int]]:
+    """Six ranks on three hosts, the head and rank 1 on the first; their pids."""
+    run = tmp_path / "run"
+    run.mkdir()
+    world = StartedWorld(run, "nodes", 6)
+    world.wait_until_said(6)
+    deadline = time.monotonic() + 20
+    while not (heard_by_head(world) and len(heard_by_head(world)[-1]) == 6) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return world, {said["rank"]: said["pid"] for said in world.said() if "pid" in said}
+
+
+def heard_by_head(world: StartedWorld) -> list[dict[int, int]]:
+    return [{int(rank): count for rank, count in s["heard"].items()} for s in world.said() if "heard" in s]
+
+
+def only_record(world: StartedWorld) -> dict[str, Any]:
+    ended = world.finish()
+    assert ended.code == 1, ended.output
+    (record,) = ended.records
+    return record
+
+
+def test_one_file_a_node_and_the_head_hears_of_all(tmp_path: Path) -> None:
+    world, pids = start(tmp_path)
+    time.sleep(1.0)
+    run = RunDirectory(world.run)
+    assert sorted(path.name for path in run.heartbeats.iterdir()) == [f"node-node-{n}.json" for n in range(3)]
+    assert [(item.heartbeat.rank, item.heartbeat.pid) for item in read_heartbeats(run)] == sorted(pids.items())
+    assert heard_by_head(world)[-1].keys() == pids.keys()
+    world.process.send_signal(signal.SIGTERM)
+    world.finish()
+
+
+def test_a_silent_member_is_judged_by_its_leader(tmp_path: Path) -> None:
+    world, pids = start(tmp_path)
+    os.kill(pids[5], signal.SIGSTOP)
+    record = only_record(world)
+    assert record["rank"] == 4, "its leader says so"
+    assert "SilentRankError: rank 5 (rollout, node-2) has sent no heartbeat for" in record["error"]
+    assert "(cluster.silence_seconds is 2.0)" in record["error"]
+    assert "is in state T (stopped)" in record["stacks"]["5"]
+
+
+def test_a_silent_leader_is_judged_by_the_head_and_hides_nobody(tmp_path: Path) -> None:
+    world, pids = start(tmp_path)
+    os.kill(pids[2], signal.SIGSTOP)
+    before = heard_by_head(world)[-1]
+    record = only_record(world)
+    assert record["rank"] == 0
+    assert "SilentRankError: rank 2 (rollout, node-1) has sent no heartbeat for" in record["error"]
+    gained = {rank: count - before[rank] for rank, count in heard_by_head(world)[-1].items()}
+    assert gained[3] >= gained[2] + 3, "rank 3 tells of itself while its leader is silent"
+
+
+def test_two_silent_ranks_of_a_node_end_the_world_too(tmp_path: Path) -> None:
+    world, pids = start(tmp_path)
+    for rank in (2, 3):
+        os.kill(pids[rank], signal.SIGSTOP)
+    assert "rank 2 (rollout, node-1)" in only_record(world)["error"]
