@@ -16,9 +16,15 @@ IDENTITY_PREFIXES = (
     "SLURM_SRUN", "SLURM_LAUNCH", "SLURM_UMASK", "SLURM_PRIO", "SLURM_TOPOLOGY", "SLURM_GTIDS", "SLURM_RESTART",
     "SLURM_SUBMIT", "SLURM_EXPORT", "SLURM_GET_USER", "SLURM_DISTRIBUTION", "SLURM_MPI_TYPE", "SLURM_CPU_BIND",
     "SLURM_THREADS", "SLURM_NO_KILL", "SLURM_OVERLAP", "SLURM_EXACT", "SLURM_WHOLE", "SLURMD_", "SBATCH_", "SRUN_",
+    "SLURM_PTY", "SLURM_PMI", "SLURM_EXTERNAL", "SLURM_OPEN_MODE", "SLURM_WORKING", "SUBMITIT_",
     "PMI_", "PMI2_", "PMIX_", "OMPI_", "HYDI_", "MPI_LOCAL",
 )  # fmt: skip
 """Variables that say which job, step or task a process belongs to. SLURM_CONF, SLURM_CLUSTERS and a site's own stay."""
+JOB_DEVICES = (
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)  # fmt: skip
+"""Lists of devices that Slurm gives to a job."""
 
 
 class SlurmError(OSError):
@@ -27,7 +33,10 @@ class SlurmError(OSError):
 
 def without_identity(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a job that is submitted from inside another: nothing of the outer job, all of the site."""
-    return {name: value for name, value in environ.items() if not name.startswith(IDENTITY_PREFIXES)}
+    devices = JOB_DEVICES if environ.get("SLURM_JOB_ID") else ()
+    return {
+        name: value for name, value in environ.items() if not name.startswith(IDENTITY_PREFIXES) and name not in devices
+    }
 
 
 def ask(arguments: Sequence[str], seconds: float = COMMAND_SECONDS, environ: Mapping[str, str] | None = None) -> str:
