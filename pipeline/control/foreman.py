@@ -227,10 +227,13 @@ class Foreman:
         if not errors:
             self.loaded, self.version, self.failures = wanted, version, 0
             return
+        logger.warning("version %d did not load: %s", version, "; ".join(errors))
+        board = self.parts.leases.look()
+        if board is None or board.weights is None or board.weights.token != token or board.weights.version != version:
+            return
         self.failures += 1
-        logger.warning("version %d did not load (try %d): %s", version, self.failures, "; ".join(errors))
         if self.failures == MAX_LOAD_TRIES:
-            raise AttachedWorldError(f"{self.failures} versions in a row did not load: {'; '.join(errors)}")
+            raise AttachedWorldError(f"version {version} did not load {self.failures} times: {'; '.join(errors)}")
 
     def _claim(self) -> None:
         for key in self.parts.leases.cancelled():
