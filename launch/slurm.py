@@ -35,6 +35,7 @@ from pekoe.launch.sbatch import submit_script
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.stop_signals import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.launch.submitted_jobs import newest_job
+from pekoe.launch.terminal import say
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -96,7 +97,10 @@ def _leave(code: int) -> None:
 
 def _leave_with_its_code(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """An uncaught error ends the job with the run's exit code, where it has one."""
-    sys.__excepthook__(kind, error, trace)
+    if isinstance(error, (RunFailedError, RunStoppedError)):
+        say(str(error))
+    else:
+        sys.__excepthook__(kind, error, trace)
     _leave(int(getattr(error, "exit_code", EXIT_FAILURE)))
 
 
