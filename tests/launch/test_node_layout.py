@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from pekoe.launch.allocation import parse
 from pekoe.launch.node_layout import NodeGroup, nodes_needed
 from pekoe.pipeline.config.load import from_yaml_text
+from pekoe.pipeline.config.run import RunConfig
 
 
 def layout(nodes: int, devices: int, allocation: str, *overrides: str) -> list[tuple[int, ...]]:
-    given_keys = [f"cluster.n_nodes={nodes}", f"cluster.n_gpus_per_node={devices}", *overrides]
-    groups = nodes_needed(from_yaml_text("", given_keys), parse(allocation))
+    config = from_yaml_text("", overrides) if overrides else RunConfig()
+    config.cluster.n_nodes, config.cluster.n_gpus_per_node = nodes, devices
+    groups = nodes_needed(config, parse(allocation))
     return [group.ranks_per_node for group in groups]
 
 
