@@ -185,16 +185,19 @@ def _gres_name(config: RunConfig, component: int) -> str | None:
 
 
 def _exports(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    """Lines that set what the driver and its ranks need, whatever the job inherits."""
-    own = str(Path(sys.executable).parent)
+    """Lines that set what the driver and its ranks need, whatever the job inherits; what the site's set-up lines have put
+    on a path stays there, behind it."""
     lines = ['unset "${!SBATCH_@}" ' + " ".join(CLEARED)]
-    lines.append(f'export PATH={shlex.quote(own)}:"${{PATH:-/usr/local/bin:/usr/bin:/bin}}"')
+    lines.append(
+        f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"${{PATH:-/usr/local/bin:/usr/bin:/bin}}"'
+    )
     for name in ("HOME", "USER"):
         if environ.get(name):
             lines.append(f"export {name}=${{{name}:-{shlex.quote(environ[name])}}}")
     parts = [os.path.abspath(part) for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     if parts:
-        lines.append(f"export PYTHONPATH={shlex.quote(os.pathsep.join(parts))}")
+        own = shlex.quote(os.pathsep.join(parts))
+        lines.append(f'export PYTHONPATH={own}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     return lines + [f"export {name}={shlex.quote(value)}" for name, value in config.cluster.slurm.environment.items()]
 
 

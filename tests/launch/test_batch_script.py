@@ -261,6 +261,18 @@ def test_nothing_is_inherited_and_nothing_is_missing(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, "two words /home/me None\n"), done.stderr
 
 
+def test_what_the_set_up_of_the_site_puts_on_a_path_stays(tmp_path: Path) -> None:
+    """CANN's set_env.sh needs its own folders on PYTHONPATH; modules need theirs on PATH."""
+    job = BatchJob("j", ("bash", "-c", "echo $PYTHONPATH; echo $PATH"), "o")
+    lines = "cluster.slurm.setup=['export PYTHONPATH=/cann', 'export PATH=/mpi/bin:$PATH']"
+    environ = {"PYTHONPATH": "/runs/r/code:/my modules"}
+    (tmp_path / "job.sh").write_text(batch_script(job, config(lines), parse(SPLIT), environ))
+    found = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")], env={"PATH": "/bin"}, capture_output=True, text=True, timeout=10, check=True
+    )
+    assert found.stdout.splitlines() == ["/runs/r/code:/my modules:/cann", "/opt/pekoe/bin:/mpi/bin:/bin"]
+
+
 # The allocation that a driver finds itself in.
 
 
