@@ -47,9 +47,9 @@ def diagnose_cluster(
 ) -> tuple[str, int]:
     """(report, exit code): 0 nothing is wrong, 1 there are problems.
 
-    `site` is a preset of configs/clusters or a YAML file, `config` the configuration of a run (it may stand in the place
-    of the site, too). `across_nodes`: True tries two nodes in any case, False never asks Slurm for a job, None does when
-    a site is given or this is a job.
+    `site` is a preset of configs/clusters or a YAML file, `config` the configuration of a run (it may stand in place of
+    the site, too). `across_nodes`: True tries two nodes in any case, False never asks Slurm for a job, None does when a
+    site is given or this is a job.
     ConfigError (a ValueError) for a site or configuration that cannot be read.
     """
     if config is None and site is not None and _is_run(site):
@@ -128,10 +128,14 @@ def _trial(config: RunConfig, site: str | None, where: str, num_nodes: int) -> l
         return [problem(doctor_world.AREA, f"no trial can be made: {error}", step)]
     found = [*doctor_world.judge(outcome, site), *_after_trial(config, outcome)]
     if where == "here" and slurm_commands.is_there():
+        sites = first_few(site_names())
         text = (
-            f"nodes of the cluster were not tried; `pekoe doctor CLUSTER` tries two (CLUSTER: {first_few(site_names())}"
+            f"no nodes of the cluster were tried; `pekoe doctor CLUSTER` tries two (CLUSTER: {sites}, or a YAML file)"
         )
-        found.append(ok(doctor_world.AREA, f"{text}, or a YAML file)"))
+        found.append(ok(doctor_world.AREA, text))
+    elif where == "job" and num_nodes == 1:
+        text = "this job has one node: what needs two was not tried"
+        found.append(note(doctor_world.AREA, text, "salloc --nodes=2 …, or at a login node: pekoe doctor CLUSTER"))
     return found
 
 
@@ -156,9 +160,8 @@ def _after_trial(config: RunConfig, outcome: Outcome) -> list[Finding]:
         [host.devices for host in hosts], [(rank.host, rank.device) for rank in report.ranks],
         [kind for kind in kinds if kind[1]], cluster.device, outcome.num_ranks // outcome.num_nodes,
     )  # fmt: skip
-    return found + doctor_node.judge(
-        [host.node for host in hosts], cluster.slurm.cpus_per_task, {kind for _, kind, _ in kinds}
-    )
+    used = {kind for _, kind, _ in kinds}
+    return found + doctor_node.judge([host.node for host in hosts], cluster.slurm.cpus_per_task, used)
 
 
 class _Asked:

@@ -23,13 +23,11 @@ def judge(config: RunConfig) -> list[Finding]:
     try:
         placement = place(config)
         found = [note(AREA, warning) for warning in check(config, placement)]
-    except ValueError as error:
-        return [problem(AREA, str(error), "pekoe config show CONFIG prints every key with its meaning")]
-    try:
         resolved = resolve_paths(config)
     except ConfigError as error:
-        step = "download or copy it to this filesystem first: nothing is downloaded at the start of a run"
-        return [*found, *(problem(AREA, line, step) for line in error.problems)]
+        return [problem(AREA, line, _step(line)) for line in error.problems]
+    except ValueError as error:
+        return [problem(AREA, str(error), _step(str(error)))]
     found.append(ok(AREA, f"model {resolved.actor.path}: every file is there"))
     found += _disk(resolved, len(placement.trainer_ranks), len(placement.rollout_ranks))
     for name in ("train_dataset", "valid_dataset"):
@@ -37,6 +35,12 @@ def judge(config: RunConfig) -> list[Finding]:
         if data is not None:
             found.append(ok(AREA, f"{name}: {data.type} {data.path}".rstrip()))
     return found
+
+
+def _step(text: str) -> str:
+    if " lacks " in text or "does not exist" in text or "cache" in text:
+        return "download or copy it to this filesystem first: nothing is downloaded at the start of a run"
+    return "pekoe config show CONFIG prints every key with its meaning"
 
 
 def _disk(config: RunConfig, num_trainers: int, num_rollouts: int) -> list[Finding]:

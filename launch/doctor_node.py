@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,9 @@ OPEN_FILES = 4096
 LOCAL_BYTES = 2 << 30
 SHARED_MEMORY_BYTES = 1 << 30
 HOME_BYTES = 1 << 30
+SHARED_MEMORY_NAMES = ("mpich_shm_", "vader_segment", "sm_segment", "nccl-", "torch_", "psm")
+UNUSED_SECONDS = 600.0
+LEFT_OVER_BYTES = 64 << 20
 
 
 class NodeFacts(msgspec.Struct):
@@ -56,6 +60,8 @@ class NodeFacts(msgspec.Struct):
     local_kind: str = ""
     local_free: int = 0
     shared_memory_free: int = 0
+    left_over: list[int] = []
+    """(files, bytes) in /dev/shm of this user's dead processes."""
     home_kind: str = ""
     home_free: int | None = None
     """None: HOME is not there."""
@@ -89,7 +95,33 @@ def measure(facts: Facts, environ: Mapping[str, str]) -> NodeFacts:
             folder.rmdir()
     if Path("/dev/shm").is_dir():
         node.shared_memory_free = shutil.disk_usage("/dev/shm").free
+        node.left_over = left_over(Path("/dev/shm"))
     return node
+
+
+def left_over(folder: Path) -> list[int]:
+    """(files, bytes) that MPI or NCCL made for this user and that no process of this user uses any more."""
+    used = {path for maps in Path("/proc").glob("[0-9]*/maps") for path in _mapped(maps, str(folder))}
+    count = size = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                old = time.time() - facts.st_mtime > UNUSED_SECONDS
+                if entry.name.startswith(SHARED_MEMORY_NAMES) and facts.st_uid == os.getuid() and old:
+                    if entry.path in used:
+                        continue
+                    count, size = count + 1, size + facts.st_blocks * 512
+    return [count, size]
+
+
+def _mapped(maps: Path, folder: str) -> list[str]:
+    """Files of the folder in one process's memory; none where it is another user's or gone."""
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line[line.index(folder) :].removesuffix(" (deleted)") for line in lines if folder in line]
 
 
 def judge(nodes: Sequence[NodeFacts], cpus_per_task: int | None, devices: Collection[str]) -> list[Finding]:
@@ -130,6 +162,11 @@ def _limits(node: NodeFacts, devices: Collection[str]) -> list[Finding]:
     if node.shared_memory_free < SHARED_MEMORY_BYTES:
         text = f"{node.host}: {amount(node.shared_memory_free)} free in /dev/shm, which NCCL and gloo use on a node"
         found.append(note(AREA, text, "a container may limit it: mount the host's /dev/shm"))
+    count, size = node.left_over or (0, 0)
+    if size > LEFT_OVER_BYTES:
+        text = f"{node.host}: {count} files of dead worlds hold {amount(size)} of memory in /dev/shm"
+        step = f"with no job of yours on {node.host}: find /dev/shm -user $USER -name 'mpich_shm_*' -delete"
+        found.append(note(AREA, text, step))
     return found
 
 

@@ -81,6 +81,8 @@ def judge(facts: SlurmFacts, config: RunConfig, needed: bool) -> list[Finding]:
     if not facts.configuration:
         said = facts.errors[-1].splitlines()[-1] if facts.errors else "it said nothing"
         text = f"the controller does not answer: {said}"
+        if not needed:
+            return [*found, note(AREA, f"{text}. Runs start here by mpiexec and need none")]
         return [*found, problem(AREA, text, "scontrol ping; SLURM_CONF, when set, must name this cluster's file")]
     name = facts.configuration.get("ClusterName", "?")
     text = f"Slurm {facts.version or facts.configuration.get('SLURM_VERSION', '?')}, cluster {name}, "
@@ -118,6 +120,8 @@ def _continuing(facts: SlurmFacts, config: RunConfig) -> list[Finding]:
     kill = int(wait[0]) if wait else 30
     warned = "preempt_send_user_signal" in facts.configuration.get("SlurmctldParameters", "")
     for partition in (cluster.slurm.partition or default_partition(facts)).split(","):
+        if partition not in facts.partitions:
+            continue
         mode, grace = preemption_of(facts, partition)
         if mode == "OFF":
             found.append(ok(AREA, f"partition {partition}: jobs are not preempted"))
@@ -156,6 +160,9 @@ def _accounting(facts: SlurmFacts) -> Finding:
 
 
 def _said(facts: SlurmFacts, command: list[str]) -> str:
+    """After a question without an answer no other is asked."""
+    if facts.errors:
+        return ""
     try:
         return ask(command, ASK_SECONDS)
     except SlurmError as error:
