@@ -185,7 +185,7 @@ def _gres_name(config: RunConfig, component: int) -> str | None:
 
 
 def _exports(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    """Lines that set what the driver and its ranks need, whatever the job inherits; what the site's set-up lines have put
+    """Lines that set what driver and ranks need, whatever the job inherits; what the site's set-up lines have put
     on a path stays there, behind it."""
     lines = ['unset "${!SBATCH_@}" ' + " ".join(CLEARED)]
     lines.append(
