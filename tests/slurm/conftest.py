@@ -88,7 +88,8 @@ class TinyJob:
 @pytest.fixture(scope="session")
 def tiny_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sums: Path) -> TinyJob:
     folder = tmp_path_factory.mktemp("tiny")
-    shutil.copy(HERE.parent / "runs" / "digit_reward.py", folder)
+    for path in (HERE.parent / "runs" / "digit_reward.py", HERE / "slow_reward.py"):
+        shutil.copy(path, folder)
     return TinyJob(folder, tiny_model, sums)
 
 

@@ -49,9 +49,15 @@ class Cluster:
         return {**kept, "SLURM_CONF": str(self.home / "etc" / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def up(self) -> None:
-        """AssertionError with the script's words when it does not come up."""
+        """AssertionError with the script's words when it does not come up, also not at a second try: the kernel takes
+        the network of a cluster that was just put down away in its own time."""
         done = self._script("up", UP_SECONDS)
-        assert done.returncode == 0, done.stdout
+        if done.returncode:
+            self.down()
+            time.sleep(3.0)
+            done = self._script("up", UP_SECONDS)
+        logs = "\n".join(f"--- {path}\n{_tail(path, 5)}" for path in sorted((self.home / "log").glob("*")))
+        assert done.returncode == 0, f"{done.stdout}\n{logs}"
 
     def down(self) -> str:
         return self._script("down", 90.0).stdout
