@@ -68,6 +68,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     rank_environment.raise_open_files()
     if origin.attempt is not None:
         reports.tell(run=str(origin.attempt.run.path), attempt=origin.attempt.number)
+    state.start_up.enter("configuration")
     try:
         config = origin.load()
     except ValueError as error:
@@ -88,6 +89,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     state.set_role("+".join(roles))
     if origin.attempt is not None:
         _enter_attempt(state, origin.attempt)
+    state.start_up.enter("environment")
     plan = _enter_environment(config, facts, placement)
     from pekoe.launch.world import World
 
@@ -106,7 +108,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
         if origin.attempt is None:
             _enter_attempt(state, attempt)
         world.begin_attempt(attempt.run, attempt.number, state.log)
-        for note in plan.notes:
+        for note in (*plan.notes, state.start_up.sentence()):
             logger.info(note)
         world.ends_at = world.share(_job_end(config, facts, attempt) if world.rank == 0 else None)
         over = threading.Event()

@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -16,11 +17,14 @@ from contextlib import suppress
 from types import TracebackType
 
 from pekoe.launch.error_record import ErrorRecord, describe, stacks_in, write_record
+from pekoe.launch.start_up_times import StartUpTimes
 from pekoe.launch.stop_signals import EXIT_FAILURE
 from pekoe.launch.supervisor import Reports
 from pekoe.pipeline.observe import stacks
 from pekoe.pipeline.observe.phases import ThreadPhases
 from pekoe.pipeline.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 0.5
 """A failing rank waits this long before it claims the record: if its error is the consequence of a killed peer, that
@@ -40,6 +44,7 @@ class RankState:
         self.role = ""
         self.phase = "start"
         self.phase_since = time.monotonic()
+        self.start_up = StartUpTimes()
         self.threads = ThreadPhases()
         """What the threads of the roles do; `phase` is of all of them together then."""
         self.log = ""
@@ -70,6 +75,7 @@ class RankState:
                 return
             self.phase = phase
             self.phase_since = time.monotonic()
+        self.start_up.enter(phase)
         self.reports.tell(phase=phase)
 
     def set_thread_phase(
@@ -78,6 +84,9 @@ class RankState:
         """What one thread does, for how many seconds at most, on which ranks it waits, when it got on last."""
         with self._order:
             self.set_phase(self.threads.set(who, phase, limit, on, moved))
+        ended = self.start_up.thread_enters(who, phase)
+        if ended is not None:
+            logger.info(ended)
 
     def set_run(self, run: RunDirectory, attempt: int, log: str = "") -> None:
         """From now on a failure is recorded in this run directory; `log` is relative to it."""
