@@ -10,6 +10,7 @@ It is a world of its own: it may start late, die at any time, and outlive an att
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import socket
@@ -99,6 +100,10 @@ def attached_config(run: RunDirectory, overrides: Sequence[str] = ()) -> tuple[R
     config.rollout.backend = config.actor.backend = ""
     config.cluster.rollout_nodes = None
     placement = place_attached(config)
+    if not any(text.startswith("cluster.n_nodes=") for text in overrides):
+        config.cluster.n_nodes = math.ceil(placement.world_size / config.cluster.n_gpus_per_node)
+    if not any(text.startswith("cluster.spare_nodes=") for text in overrides):
+        config.cluster.spare_nodes = 0
     check_engines(placement)
     check(config)
     return config, placement
