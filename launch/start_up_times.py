@@ -10,6 +10,9 @@ import psutil  # type: ignore[import-untyped]
 SLOW_PHASES = ("loading", "forming", "verifying")
 """How phases begin that belong to the start of a role; their time is logged when they end."""
 
+SHORT_SECONDS = 0.5
+"""What took less is not worth a line."""
+
 
 class StartUpTimes:
     """Notes phases from the start of the process. Any thread; seconds since 1970, since the process began before
@@ -46,6 +49,6 @@ class StartUpTimes:
             if phase == before:
                 return None
             self._threads[who] = (phase, at)
-        if not before.startswith(SLOW_PHASES):
+        if not before.startswith(SLOW_PHASES) or at - since < SHORT_SECONDS:
             return None
         return f"{who}: {before} took {at - since:.1f} s"

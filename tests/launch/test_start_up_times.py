@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from pekoe.launch import start_up_times
 from pekoe.launch.rank_state import RankState
 from pekoe.launch.start_up_times import StartUpTimes
 
@@ -27,13 +28,15 @@ def test_loads_of_threads_are_timed() -> None:
     assert times.thread_enters("learner", "loading the model", 12.0) is None
     assert times.thread_enters("learner", "waiting for the head", 14.5) == "learner: loading the model took 4.5 s"
     assert times.thread_enters("learner", "training", 20.0) is None
+    assert times.thread_enters("rollout", "rollout", 11.2) is None, "too short to be told"
 
 
 def test_the_process_has_begun_before() -> None:
     assert 0 < StartUpTimes().began <= time.time()
 
 
-def test_a_rank_tells_its_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_tells_its_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_up_times, "SHORT_SECONDS", 0.0)
     state = RankState(0, "h")
     state.set_phase("mpi init")
     assert "interpreter and imports" in state.start_up.sentence()
