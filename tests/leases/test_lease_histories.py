@@ -6,22 +6,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from board_room import LEASE_SECONDS, Room
+from faulty_disk import installed
+from flaky_disk import FlakyDisk
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "files")]
-
-from board_room import LEASE_SECONDS, Room  # noqa: E402
-from faulty_disk import installed  # noqa: E402
-from flaky_disk import FlakyDisk  # noqa: E402
 
 NAMES = ("w0", "w1", "w2")
 
