@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pekoe.launch import environment
 from pekoe.launch.attempts import RunDirectoryError, check_is_run
+from pekoe.launch.stop_signals import EXIT_REQUEUE
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -50,7 +51,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def attach(run: RunDirectory, overrides: Sequence[str] = ()) -> int:
-    """Starts the world and waits for its end."""
+    """Starts the world and waits for its end. A job that was preempted goes back into the queue, as
+    `cluster.continue_by: requeue` says, and attaches again as a new world."""
+    from pekoe.launch.continuation import Continuation, wait_for_end
     from pekoe.launch.job import WorldStart, start_world
     from pekoe.pipeline.config.snapshot import write_run_config
 
@@ -68,7 +71,13 @@ def attach(run: RunDirectory, overrides: Sequence[str] = ()) -> int:
     )
     print(f"pekoe: {world.path.name} attaches to {run.path}, {placement}", flush=True)
     program = ("-m", "pekoe.launch.attached_rank", str(world.path))
-    return start_world(WorldStart(world, 0, program, placement.world_size, config, placement))
+    code = start_world(WorldStart(world, 0, program, placement.world_size, config, placement))
+    facts = environment.read(os.environ)
+    job = Continuation(world, config, facts)
+    may_go_on = job.how == "requeue" and facts.restart_count + 1 < config.cluster.max_attempts
+    if code == EXIT_REQUEUE and may_go_on and job.requeue():
+        wait_for_end()
+    return code
 
 
 def attached_config(run: RunDirectory, overrides: Sequence[str] = ()) -> tuple[RunConfig, Placement]:

@@ -17,9 +17,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from run_command import Outcome, base_overrides, environment
-from test_death import start, wait_for_step
+from test_death import heartbeats, start, wait_for_step
 
+from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.records import POSITION_BITS
+from pekoe.pipeline.run_directory import RunDirectory
 
 ETA, NUM_EXAMPLES = 2, 40
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
@@ -51,10 +53,10 @@ class Attached:
         """Of its rank 0, once it lives."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            for path in (self._run / "attached").glob("*/heartbeats/*.json"):
-                text = path.read_text()
-                if path.parts[-3] not in self._known and '"pid"' in text:
-                    return int(json.loads(text)["pid"])
+            for name in worlds(self._run) - self._known:
+                beats = read_heartbeats(RunDirectory(self._run / "attached" / name))
+                if beats:
+                    return int(beats[0].heartbeat.pid)
             assert self.process.poll() is None, self.output.read_text()
             time.sleep(0.1)
         raise AssertionError(f"no heartbeat: {self.output.read_text()}")
@@ -131,9 +133,8 @@ def test_a_world_outlives_an_attempt_of_the_trainer(tmp_path: Path, tiny_model: 
     wait_for_run(run)
     world = Attached(tmp_path, run, "world")
     wait_for_step(run, 6, trainer)
-    trainer.kill()
-    trainer.wait(timeout=30)
-    time.sleep(9)
+    os.kill(int(heartbeats(run)[0]["pid"]), signal.SIGKILL)
+    assert trainer.wait(timeout=30) == 1
     arguments = [sys.executable, "-m", "pekoe.launch.cli", "run", "--resume", str(run)]
     done = subprocess.run(
         arguments, env=environment(), cwd=tmp_path, timeout=120, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
