@@ -136,6 +136,8 @@ class Foreman:
         self.attempt = -1
         self.loaded: tuple[int, int, str] | None = None
         """(attempt, version, token) that the engines serve."""
+        self.wanted: tuple[int, int, str] | None = None
+        """What `failures` is about."""
         self.version = -1
         self.epoch = 0
         self.failures = 0
@@ -214,6 +216,8 @@ class Foreman:
         """All ranks at once: they stop at a token, load, go on. A version that is gone by then is no failure of this
         world: the next look names a newer one."""
         _, version, token = wanted
+        if wanted != self.wanted:
+            self.wanted, self.failures = wanted, 0
         self.epoch += 1
         self.ready.clear()
         self.answers.clear()
