@@ -155,7 +155,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         print(f"pekoe: {run.path} has written nothing yet", file=sys.stderr)
     positions = print_logs(paths, arguments.lines)
     if arguments.follow:
-        follow(paths, positions, lambda: _goes_on(run))
+        follow(lambda: choose_files(run, arguments.attempt, arguments.rank), positions, lambda: _goes_on(run))
     return EXIT_DONE
 
 

@@ -40,27 +40,33 @@ def choose_files(run: RunDirectory, attempt: int | None = None, rank: int | None
     return [*printed, *(_others(folder) if folder else []), *ranks[:1]]
 
 
-def print_logs(paths: Sequence[Path], lines: int, out: TextIO = sys.stdout) -> list[int]:
+def print_logs(paths: Sequence[Path], lines: int, out: TextIO = sys.stdout) -> dict[Path, int]:
     """The last lines of each, with its name above where there are several; returns how far each was read, in bytes."""
-    positions = []
+    positions = {}
     for path in paths:
         text, size = last_lines(path, lines)
         if len(paths) > 1:
             print(f"==> {path} <==", file=out)
         out.write(text if not text or text.endswith("\n") else f"{text}\n")
-        positions.append(size)
+        positions[path] = size
     out.flush()
     return positions
 
 
-def follow(paths: Sequence[Path], positions: list[int], goes_on: Callable[[], bool], out: TextIO = sys.stdout) -> None:
-    """Prints what is added, until the run no longer goes on and all is printed."""
-    shown = paths[-1] if paths else None
+def follow(
+    choose: Callable[[], Sequence[Path]],
+    positions: dict[Path, int],
+    goes_on: Callable[[], bool],
+    out: TextIO = sys.stdout,
+) -> None:
+    """Prints what is added, to files that `choose` names later, too, until the run no longer goes on and all is
+    printed."""
+    shown = next(reversed(positions), None)
     ending, looked = False, time.monotonic()
     while True:
         added = False
-        for number, path in enumerate(paths):
-            text, positions[number] = _read_from(path, positions[number])
+        for path in {**positions, **dict.fromkeys(choose())}:
+            text, positions[path] = _read_from(path, positions.get(path, 0))
             if not text:
                 continue
             added = True
