@@ -140,7 +140,7 @@ class LeaseHolder:
             if not claimed:
                 raise
             logger.warning("world %s claims %d groups, then: %s", self.world, len(claimed), error)
-        return claimed
+        return sorted(claimed, key=lambda assign: assign.group)
 
     def cancelled(self) -> list[GroupKey]:
         """Groups that are not wanted any more, as of the last `look`; they are not held from now on."""
