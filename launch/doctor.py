@@ -113,6 +113,8 @@ def _place_of_trial(facts: Facts, needed: bool, across_nodes: bool | None) -> tu
 def _slurm(config: RunConfig, needed: bool, has_config: bool) -> list[Finding]:
     found = doctor_slurm.measure()
     findings = doctor_slurm.judge(found, config, needed)
+    if not has_config:
+        findings += doctor_site.keys(config)
     if "sbatch" in found.commands and found.configuration and needed:
         findings += doctor_site.judge(found, config, has_config)
         if has_config:

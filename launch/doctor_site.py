@@ -11,7 +11,9 @@ from pekoe.launch.allocation import place
 from pekoe.launch.batch_script import BatchJob, batch_script, gres_request, nodes_needed
 from pekoe.launch.doctor_slurm import AREA, ASK_SECONDS, SlurmFacts, default_partition, keeps_accounts
 from pekoe.launch.slurm_commands import SlurmError, ask, without_identity
+from pekoe.pipeline.config.cluster_checks import CLUSTER_CHECKS
 from pekoe.pipeline.config.durations import duration_seconds
+from pekoe.pipeline.config.findings import Findings
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.runs.finding import Finding, first_few, note, ok, problem
 
@@ -29,6 +31,18 @@ def judge(facts: SlurmFacts, config: RunConfig, has_config: bool) -> list[Findin
     if not any(finding.text.startswith("partition ") and finding.next_step for finding in found):
         found += _gres(config, has_config, _partitions(facts, config))
     return found
+
+
+def keys(config: RunConfig) -> list[Finding]:
+    """What the keys of `cluster` ask of each other, before any run is known."""
+    found = Findings()
+    for check in CLUSTER_CHECKS:
+        check(config, found)
+    step = "correct it in the site's file; docs/configuration.md tells each key"
+    return [
+        *(problem(AREA, text, step) for text in found.problems),
+        *(note(AREA, text, step) for text in found.warnings),
+    ]
 
 
 def test_only(config: RunConfig) -> list[Finding]:

@@ -105,6 +105,13 @@ def test_partitions(overrides: list[str], severity: str, text: str, monkeypatch:
     assert bool(found.next_step) == (severity != "ok")
 
 
+def test_keys_of_a_site_that_do_not_fit_each_other() -> None:
+    assert doctor_site.keys(config()) == []
+    wrong = doctor_site.keys(config("cluster.slurm.mpi=none", "cluster.slurm.extra=[--mem=1G]"))
+    assert [found.severity for found in wrong] == ["problem", "problem"]
+    assert "cluster.slurm.mem" in one(wrong, "cluster.slurm.extra").text
+
+
 def test_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_site, "ask", lambda words, *_: "lab|normal,high\n" if "sacctmgr" in words else "")
     facts = slurm(AccountingStorageEnforce="associations,limits,qos")

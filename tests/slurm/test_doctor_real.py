@@ -151,3 +151,12 @@ def test_the_mpiexec_of_the_wheel_inside_a_job(cluster: Cluster, tmp_path: Path)
     assert found.problems == [], found.problems
     found.find("world", "4 ranks on 2 nodes by a job of its own (mpich): one world")
     found.find("mpi", "is of the kind hydra")
+
+
+def test_a_second_mpi_library(cluster: Cluster, tmp_path: Path) -> None:
+    """Open MPI of the distribution over PMIx, in place of the wheel's MPICH."""
+    library = next(Path("/usr/lib").glob("*/libmpi.so.40"))
+    found = examine(cluster, write_site(tmp_path, "openmpi", {"mpi_library": str(library)}))
+    assert found.problems == [], found.problems
+    assert "--mpi=pmix" in found.find("world", "4 ranks on 2 nodes by a job of its own (pmix): one world")["text"]
+    found.find("mpi", "mpi4py loads Open MPI")
