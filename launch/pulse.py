@@ -83,13 +83,14 @@ class Pulse:
     def close(self) -> None:
         """The orderly end of all ranks: their last heartbeats on disk say so."""
         faulthandler.cancel_dump_traceback_later()
-        if self._files is not None:
-            for rank in self.duties.members:
-                if rank in self.newest:
-                    self._files.put(msgspec.structs.replace(
-                        self.newest[rank], phase="ended", phase_seconds=0.0, threads=(),
-                    ))  # fmt: skip
-            self._files.close()
+        if self._files is None:
+            return
+        self._take(time.monotonic())
+        for rank in self.duties.members:
+            never_heard = Heartbeat(rank, "", self.world.hosts[rank], self.world.pids[rank], 0, "", 0.0, -1)
+            last = self.newest.get(rank, never_heard)
+            self._files.put(msgspec.structs.replace(last, phase="ended", phase_seconds=0.0, threads=()))
+        self._files.close()
 
     def phases(self, ranks: list[int]) -> str:
         """For error texts: what these ranks said last."""
@@ -108,6 +109,13 @@ class Pulse:
         if now >= self._next_beat:
             self._next_beat = now + self.world.settings.heartbeat_seconds
             self.send()
+        self._take(now)
+        if now >= self._next_check:
+            self._next_check = now + 1.0
+            self._look_for_silence(now)
+            self.world.run_checks()
+
+    def _take(self, now: float) -> None:
         while not self._inbox.empty():
             _, message = self._inbox.get()
             if isinstance(message, Heartbeat):
@@ -115,10 +123,6 @@ class Pulse:
             elif isinstance(message, NodeHeartbeats):
                 for heard in message.ranks:
                     self.hear(heard.heartbeat, now - heard.seconds)
-        if now >= self._next_check:
-            self._next_check = now + 1.0
-            self._look_for_silence(now)
-            self.world.run_checks()
 
     def hear(self, heartbeat: Heartbeat, when: float) -> None:
         """Takes note of a rank; a leader writes what its own node says."""

@@ -254,6 +254,7 @@ class World:
         deadline = time.monotonic() + self.settings.setup_seconds
         while not self._farewell:
             self._turn()
+            self._hear_ranks()
             if self.rank == 0 and len(self._leaving) == self.size:
                 for rank in range(1, self.size):
                     self.post.send(rank, Farewell())
@@ -324,6 +325,12 @@ class World:
         if number is not None and not self._told_head:
             self._told_head = True
             self.post.send(0, SignalReceived(number))
+        self._hear_ranks()
+        self._stacks.serve()
+        self._pulse.beat(now)
+
+    def _hear_ranks(self) -> None:
+        """Of signals, and of who leaves."""
         while not self._inbox.empty():
             source, message = self._inbox.get()
             if isinstance(message, SignalReceived):
@@ -332,8 +339,6 @@ class World:
                 self._leaving.add(source)
             else:
                 self._farewell = True
-        self._stacks.serve()
-        self._pulse.beat(now)
 
     def _end_if_failed(self) -> None:
         if self.state.failed.is_set():
