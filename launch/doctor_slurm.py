@@ -93,7 +93,7 @@ def judge(facts: SlurmFacts, config: RunConfig, needed: bool) -> list[Finding]:
 
 
 def preemption_of(facts: SlurmFacts, partition: str | None) -> tuple[str, int]:
-    """(what happens to a job there: OFF, REQUEUE, CANCEL, SUSPEND; seconds between SIGTERM and SIGKILL)."""
+    """(what happens to a job there: OFF, REQUEUE, CANCEL, SUSPEND; seconds from the signal to the end)."""
     words = facts.partitions.get(partition or default_partition(facts), {})
     mode = words.get("PreemptMode") or facts.configuration.get("PreemptMode", "OFF")
     if facts.configuration.get("PreemptType", "").endswith("none"):
@@ -126,8 +126,8 @@ def _continuing(facts: SlurmFacts, config: RunConfig) -> list[Finding]:
         if mode == "OFF":
             found.append(ok(AREA, f"partition {partition}: jobs are not preempted"))
             continue
-        signal = "USR2 to the driver and SIGTERM to ranks" if warned else "SIGTERM to ranks"
-        text = f"partition {partition}: preempted by {mode}: {signal}, SIGKILL after {grace} s"
+        signal = "USR2 to the driver" if warned else "SIGTERM to ranks"
+        text = f"partition {partition}: preempted by {mode}: {signal}, the end {grace} s later"
         if mode == "CANCEL" and cluster.continue_by == "requeue":
             step = "cluster.continue_by: chain (a cancelled job is not requeued)"
             found.append(problem(AREA, f"{text}; cluster.continue_by is requeue", step))

@@ -55,7 +55,7 @@ def slurm(**configuration: str) -> SlurmFacts:
     ("facts", "overrides", "severity", "text"),
     [
         ({}, [], "ok", "partition gpu: jobs are not preempted"),
-        ({}, ["cluster.slurm.partition=spare"], "note", "SIGTERM to ranks, SIGKILL after 30 s; cluster.grace_seconds"),
+        ({}, ["cluster.slurm.partition=spare"], "note", "SIGTERM to ranks, the end 30 s later; cluster.grace_seconds"),
         ({}, ["cluster.slurm.partition=spare", "cluster.grace_seconds=20"], "ok", "preempted by REQUEUE"),
         ({"SlurmctldParameters": "preempt_send_user_signal"}, ["cluster.slurm.partition=spare"], "note", "USR2 to the"),
         ({}, ["cluster.slurm.partition=cheap", "cluster.continue_by=requeue"], "problem", "preempted by CANCEL"),

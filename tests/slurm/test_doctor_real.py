@@ -83,7 +83,7 @@ def test_preemption_and_devices_of_a_site(cluster: Cluster, tmp_path: Path) -> N
     site = write_site(tmp_path, "gpus", {"partition": "low", "gres": "gpu:h100"}, device="cuda")
     found = examine(cluster, site)
     preempted = found.find("slurm", "partition low: preempted by REQUEUE")
-    assert "SIGKILL after 20 s" in preempted["text"]
+    assert "USR2 to the driver, the end 20 s later" in preempted["text"]
     assert "cluster.grace_seconds=15" in preempted["next_step"]
     found.find("slurm", "4 nodes have gres gpu:h100:1")
     found.find("devices", "CUDA_VISIBLE_DEVICES gives rank 0: n1/0, rank 1: n1/1")
