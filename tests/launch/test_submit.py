@@ -228,3 +228,13 @@ def test_without_slurm_there_is_nothing_to_say_of_a_run_that_was_not_submitted(t
     assert main(["logs", str(tmp_path)]) == 0
     assert main(["logs", str(tmp_path), "--attempt", "2"]) == 78
     assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_defaults_of_a_profile_hold_where_the_script_is_silent() -> None:
+    from pekoe.launch.sbatch import submission_environment
+
+    environ = {"SBATCH_ACCOUNT": "mine", "SBATCH_PARTITION": "other", "SLURM_JOB_ID": "7", "SBATCH_EXPORT": "NONE"}
+    script = "#!/bin/bash\n#SBATCH --partition=low\n#SBATCH --nodes=1\n"
+    assert submission_environment({**environ, "HOME": "/home/me"}, script) == {
+        "HOME": "/home/me", "SBATCH_ACCOUNT": "mine",
+    }  # fmt: skip
