@@ -210,6 +210,7 @@ def _config_import(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from pekoe.launch.jobs_text import jobs_text, sweep_text
     from pekoe.launch.sweeps import read_sweep
+    from pekoe.pipeline.leases.describe_worlds import describe_worlds
     from pekoe.pipeline.observe.status import status
 
     sweep = read_sweep(arguments.run)
@@ -217,9 +218,10 @@ def _status(arguments: argparse.Namespace) -> int:
         print(sweep_text(sweep))
         return 0
     print(status(arguments.run))
-    jobs = jobs_text(RunDirectory(arguments.run.absolute()))
-    if jobs:
-        print(jobs)
+    run = RunDirectory(arguments.run.absolute())
+    for text in (jobs_text(run), describe_worlds(run)):
+        if text:
+            print(text)
     if arguments.stacks:
         from pekoe.pipeline.observe.stack_request import request_stacks
 
