@@ -33,6 +33,7 @@ from pekoe.pipeline.leases.lease_records import (
     SharedWeights,
     Told,
     offered_folder,
+    shards_of,
     state_file,
 )
 from pekoe.pipeline.leases.lease_table import LeaseTable, Place
@@ -333,7 +334,7 @@ class LeaseBoard:
                 return False
             self._table.remove(entry.key)
         elif isinstance(message, Published):
-            if not message.path.startswith(f"shards/{self.attempt}-"):
+            if not message.path.startswith(shards_of(self.attempt)):
                 logger.warning("a world told of %s in attempt %d: passed over", message.path, self.attempt)
                 self.counts["unknown"] += 1
                 return False

@@ -16,8 +16,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -27,23 +26,24 @@ from pekoe.pipeline.leases.lease_records import (
     BoardState,
     GroupKey,
     Lease,
-    LeaseKey,
     LeaseName,
     Notice,
     Told,
     WorldState,
     check_world_name,
     held_folder,
-    inbox_folder,
-    notice_name,
     offered_folder,
+    shards_of,
     state_file,
     world_file,
 )
+from pekoe.pipeline.leases.notice_outbox import NoticeOutbox
 from pekoe.pipeline.messages import Assign, DiskRefused, Message, Published, Rejected
 from pekoe.pipeline.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_RIVALS = 16
 """With other worlds about, each tries the oldest offers in an order of its own, among at most so many times what it
@@ -58,17 +58,15 @@ class OtherConfiguration(ValueError):
     """An offer is of a run that samples in another way than this world."""
 
 
-@dataclass(frozen=True)
-class _Untold:
-    """A notice that is not on the disk yet, for all that is known."""
-
-    path: Path
-    data: bytes
-    leases: tuple[LeaseKey, ...]
+TROUBLE_SECONDS = 600.0
+"""For so long one kind of access may fail, for another reason than lack of room, before it is raised."""
 
 
 class LeaseHolder:
-    """One thread of one process per world; `world` is a name that no other living process uses."""
+    """One thread of one process per world; `world` is a name that no other living process uses.
+
+    What the disk refuses is done by a later call: OSError comes only when it has refused the same for long.
+    """
 
     def __init__(
         self, run: RunDirectory, world: str, *, num_ranks: int, slots: int, config_hash: str = "", host: str = "",
@@ -88,12 +86,12 @@ class LeaseHolder:
         self._state: BoardState | None = None
         self._state_since = 0.0
         self._num_joins = 0
-        self._num_notices = 0
         self._counter = 0
         self._must_join = True
         self._beat_due = 0.0
         self._version = -1
-        self._untold: list[_Untold] = []
+        self._outbox = NoticeOutbox(run, world)
+        self._trouble_since: dict[str, float] = {}
         self._to_remove: dict[int, LeaseName] = {}
         """By serial: leases that ended, whose file may still lie in `held/`."""
 
@@ -103,7 +101,7 @@ class LeaseHolder:
         A file that cannot be seen for a moment, and words of an older attempt, change nothing.
         """
         now = self._clock()
-        found = lease_files.read_record(state_file(self.run), BoardState)
+        found = self._try("look", lambda: lease_files.read_record(state_file(self.run), BoardState), None)
         known = self._state
         if found is not None and (known is None or (found.attempt, found.counter) > (known.attempt, known.counter)):
             self._state, self._state_since = found, now
@@ -116,15 +114,12 @@ class LeaseHolder:
 
         What was not told yet of the older attempt never will be: recovery finds its shards by itself.
         """
-        given_up = sorted(self.held.keys() - self._told())
+        given_up = sorted(self.held.keys() - self._outbox.groups())
         self.held.clear()
-        self._untold.clear()
+        self._outbox.clear()
         self._to_remove.clear()
         self.attempt, self._must_join, self._beat_due = attempt, True, 0.0
-        try:
-            self._join()
-        except OSError as error:
-            logger.warning("world %s cannot join attempt %d yet: %s", self.world, attempt, error)
+        self._try("join", self._join, None)
         return given_up
 
     def claim(self, limit: int, version: int) -> list[Assign]:
@@ -134,12 +129,7 @@ class LeaseHolder:
         if self._must_join or limit <= 0 or state is None or state.attempt != self.attempt or state.outcome:
             return []
         claimed: list[Assign] = []
-        try:
-            self._claim_into(claimed, limit, version)
-        except OSError as error:
-            if not claimed:
-                raise
-            logger.warning("world %s claims %d groups, then: %s", self.world, len(claimed), error)
+        self._try("claim", lambda: self._claim_into(claimed, limit, version), None)
         return sorted(claimed, key=lambda assign: assign.group)
 
     def cancelled(self) -> list[GroupKey]:
@@ -151,13 +141,13 @@ class LeaseHolder:
         for lease in leases:
             self._end(lease)
         self._remove_ended()
-        return sorted({_key(lease) for lease in leases} - self._told())
+        return sorted({_key(lease) for lease in leases} - self._outbox.groups())
 
     def tell(self, messages: Sequence[Message]) -> None:
         """One durable file with these messages; the leases that they end are given up after it.
 
-        On OSError the file is kept in memory, and written first by the next `tell` or `beat`: the same is not to be
-        told again. Messages about shards of an attempt that is not followed any more must not be told.
+        What the disk refuses is kept in memory and written by the next `tell` or `beat`. A shard of an attempt that is
+        not followed any more is passed over: the head of the new one has found it, or set it aside.
         """
         if self.attempt is None:
             raise ValueError(f"world {self.world} follows no attempt: there is nobody to tell")
@@ -165,58 +155,69 @@ class LeaseHolder:
         for message in messages:
             if not isinstance(message, Published | Rejected | DiskRefused):
                 raise TypeError(f"{type(message).__name__}: worlds tell of Published, Rejected and DiskRefused only")
+            if isinstance(message, Published) and not message.path.startswith(shards_of(self.attempt)):
+                logger.info("%s is not of attempt %d: passed over", message.path, self.attempt)
+                continue
             told.append(message)
         if told:
-            leases = tuple(
-                (*key, self.held[key].serial) for message in told for key in _ended_by(message) if key in self.held
-            )
-            path = inbox_folder(self.run, self.world) / notice_name(self._stream, self._num_notices)
-            notice = Notice(self.world, self.attempt, tuple(told), leases)
-            self._untold.append(_Untold(path, msgspec.msgpack.encode(notice), leases))
-            self._num_notices += 1
-        self._write_untold()
+            leases = [(*key, self.held[key].serial) for one in told for key in _ended_by(one) if key in self.held]
+            self._outbox.add(Notice(self.world, self.attempt, tuple(told), tuple(leases)))
+        self._try("tell", self._write_notices, None)
 
     @property
     def num_untold(self) -> int:
         """Notices that the disk has refused until now."""
-        return len(self._untold)
+        return len(self._outbox)
 
     def beat(self, version: int) -> None:
         """Says that the world lives, when it is time to; `version` is of the weights that it samples with. Joins again
-        if the head has given it up. On OSError it is tried again with the next call."""
+        if the head has given it up; puts back what lies in its folder and no `claim` has returned."""
         if self.attempt is None:
             return
         now = self._clock()
         if version != self._version:
             self._version, self._beat_due = version, 0.0
         if now >= self._beat_due:
-            if self._must_join or not self._is_known() or not self._write_world():
-                self._must_join = True
-                logger.warning("world %s joins again, with %d groups", self.world, len(self.held))
-                self._join()
-            self._beat_due = now + (self._state.beat_seconds if self._state else 0.0)
+            self._try("beat", lambda: self._beat(now), None)
         self._remove_ended()
-        self._write_untold()
+        self._try("tell", self._write_notices, None)
 
     def leave(self) -> None:
         """In order: tells what is untold, puts back what it still holds and says so; the head clears up."""
         if self.attempt is None:
             return
-        try:
-            self._write_untold()
-        except OSError as error:
-            logger.warning("world %s leaves with %d notices untold: %s", self.world, len(self._untold), error)
+        self._try("tell", self._write_notices, None)
         for lease in list(self.held.values()):
-            self._put_back(_name(lease))
+            self._try("leave", lambda lease=lease: self._put_back(_name(lease)), None)  # type: ignore[misc]
         self.held.clear()
         self._remove_ended()
-        if not self._must_join and self._is_known():
-            self._write_world(left=True)
+        if not self._must_join:
+            self._try("leave", lambda: self._is_known() and self._write_world(left=True), False)
         self.attempt, self._must_join = None, True
 
-    @property
-    def _stream(self) -> str:
-        return f"{self._incarnation}-{self._num_joins:04d}"
+    def _try(self, what: str, action: Callable[[], T], otherwise: T) -> T:
+        """A refusal is for the next call to mend, unless it lasts."""
+        try:
+            result = action()
+        except OSError as error:
+            now = self._clock()
+            since = self._trouble_since.setdefault(what, now)
+            if now == since:
+                logger.warning("world %s, %s: %s; it is tried again", self.world, what, error)
+            if now - since > TROUBLE_SECONDS and not files.is_full(error):
+                raise
+            return otherwise
+        self._trouble_since.pop(what, None)
+        return result
+
+    def _beat(self, now: float) -> None:
+        if self._must_join or not self._is_known() or not self._write_world():
+            self._must_join = True
+            logger.warning("world %s joins again, with %d groups", self.world, len(self.held))
+            self._join()
+        for name in self._found_in_folder():
+            self._put_back(name)
+        self._beat_due = now + (self._state.beat_seconds if self._state else 0.0)
 
     def _join(self) -> None:
         """A new membership: folders, a new stream of notices, a sign of life. What an earlier process of the same name
@@ -226,8 +227,7 @@ class LeaseHolder:
             for name in lease_files.leases_in(held_folder(self.run, self.world)):
                 self._put_back(name)
         self._num_joins += 1
-        self._num_notices = 0
-        files.make_folder(inbox_folder(self.run, self.world))
+        self._outbox.begin_stream(f"{self._incarnation}-{self._num_joins:04d}")
         files.make_folder(held_folder(self.run, self.world))
         self._must_join = not self._write_world()
 
@@ -258,18 +258,9 @@ class LeaseHolder:
             return False
         return True
 
-    def _told(self) -> set[GroupKey]:
-        """Groups whose end is told in notices that the disk has not taken: still held, for the head."""
-        return {(group, try_number) for notice in self._untold for group, try_number, _ in notice.leases}
-
-    def _write_untold(self) -> None:
-        """Whatever became of an earlier try: the same number with the same content, which the head takes once."""
-        while self._untold:
-            notice = self._untold[0]
-            files.make_folder(notice.path.parent)
-            files.write_bytes(notice.path, notice.data)
-            del self._untold[0]
-            for group, try_number, serial in notice.leases:
+    def _write_notices(self) -> None:
+        for leases in self._outbox.write():
+            for group, try_number, serial in leases:
                 lease = self.held.get((group, try_number))
                 if lease is not None and lease.serial == serial:
                     self._end(lease)

@@ -188,3 +188,8 @@ def world_file(run: RunDirectory, world: str) -> Path:
 
 def inbox_folder(run: RunDirectory, world: str) -> Path:
     return run.inbox / world
+
+
+def shards_of(attempt: int) -> str:
+    """How the paths of all shards of an attempt begin, relative to the run directory (`trajectory/writer.py`)."""
+    return f"shards/{attempt}-"

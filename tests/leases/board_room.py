@@ -119,7 +119,7 @@ class Room:
         world = self.worlds[name]
         world.running -= set(keys)
         world.holder.tell([message])
-        if path and world.holder.attempt == self.attempt:
+        if path and world.holder.attempt == self.attempt and not world.holder.num_untold:
             self.told.add(path)
 
     def places(self) -> Counter[Key]:

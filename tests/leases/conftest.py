@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,13 @@ from faulty_disk import UnsyncedDisk, installed  # noqa: E402
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
+def memory_path() -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of small files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def room(memory_path: Path) -> Iterator[Room]:
     with installed(UnsyncedDisk()):
-        yield Room(tmp_path)
+        yield Room(memory_path)

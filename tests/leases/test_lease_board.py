@@ -10,7 +10,7 @@ from board_room import LEASE_SECONDS, POLL_SECONDS, Room
 from faulty_disk import UnsyncedDisk, installed
 
 from pekoe.pipeline import files
-from pekoe.pipeline.leases import lease_files
+from pekoe.pipeline.leases import lease_files, lease_holder
 from pekoe.pipeline.leases.lease_board import LaterAttempt, LeaseBoard
 from pekoe.pipeline.leases.lease_records import (
     BoardState,
@@ -328,11 +328,16 @@ def test_notices_of_another_attempt_are_thrown_away(room: Room) -> None:
     assert not room.wanted
 
 
-def test_a_shard_of_another_attempt_does_not_count(room: Room) -> None:
+def test_a_shard_of_another_attempt_does_not_count(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world does not tell of it, and the head would not listen."""
     attached(room, "a")
     room.offer(0)
     one_pass(room, "a")
-    room.worlds["a"].holder.tell([Published("shards/7-a/x.h5", (PublishedGroup(0, 0, ()),))])
+    strange = Published("shards/7-a/x.h5", (PublishedGroup(0, 0, ()),))
+    room.worlds["a"].holder.tell([strange])
+    assert not list(inbox_folder(room.run, "a").iterdir())
+    monkeypatch.setattr(lease_holder, "shards_of", lambda attempt: "")
+    room.worlds["a"].holder.tell([strange])
     assert room.poll() == []
     assert room.board.counts["unknown"] == 1
 
