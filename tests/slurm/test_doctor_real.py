@@ -95,6 +95,7 @@ def test_preemption_and_devices_of_a_site(cluster: Cluster, tmp_path: Path) -> N
     ("slurm", "area", "text", "step"),
     [
         ({"mpi": "none"}, "world", "4 ranks found no world", "pmi2 for MPICH"),
+        ({"mpi": "pmix"}, "world", "before a report", "pmi2 for MPICH"),
         (
             {"mpi": "openmpi"},
             "mpi",
