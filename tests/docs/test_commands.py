@@ -1,8 +1,9 @@
 """Every command in README and docs is run, in the order in which a reader meets it.
 
 Runs are made small by overrides behind the documented ones; paths of examples point to what the test made. A command
-that fits no rule below fails the test: a new command needs a way to be run. Run elsewhere: the lines of SmolLM2
-(tests/scripts/test_smollm2_recipe.py, slow) and of CI_RUNS; `scripts/test.sh` only collects here.
+that fits no rule below fails the test: a new command needs a way to be run. Run elsewhere: what needs a Slurm cluster
+(tests/slurm/test_documented_commands.py), the lines of SmolLM2 (tests/scripts/test_smollm2_recipe.py, slow) and of
+CI_RUNS; `scripts/test.sh` only collects here.
 """
 
 from __future__ import annotations
@@ -18,18 +19,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from documented_commands import PAGES, ROOT, commands, needs_cluster
+
 CI_RUNS = (".venv/bin/ruff check", "mkdir -p build/typing", "pre-commit install")
 """Beginnings of lines that are what `.ci/run` or git itself does with this very checkout."""
-
-
-def commands() -> list[str]:
-    found = []
-    for page in PAGES:
-        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
-            found += [line.split(" #")[0].strip() for line in block.splitlines() if line.strip()]
-    return list(dict.fromkeys(found))
 
 
 @dataclass
@@ -98,7 +93,7 @@ train_dataset: {batch_size: 256, path: openai/gsm8k, type: rl}
 def test_every_documented_command_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     (tmp_path / "areal.yaml").write_text(AREAL)
     reader = Reader(tmp_path, tiny_model, sums)
-    typed = commands()
+    typed = [line for page, line in commands() if not needs_cluster(page, line)]
     assert len(typed) > 15
     began = time.monotonic()
     for line in typed:

@@ -1,0 +1,31 @@
+"""The commands of README and docs, and which of them need a Slurm cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLUSTER_PAGES = ("slurm.md", "rollout_arrays.md")
+"""Pages for somebody who sits at a login node."""
+CLUSTER_WORDS = ("sbatch ", "salloc ", "pekoe submit ", "pekoe doctor virtual", "pekoe cancel ", "slurm_cluster.sh")
+CLUSTER_RUNS = ("submitted", "served", "swept", "sbatch")
+"""Names of runs that README starts on a cluster."""
+
+
+def commands() -> list[tuple[Path, str]]:
+    """(page, line) of each command, in the order of reading, each line once."""
+    found: dict[str, Path] = {}
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+            for line in block.splitlines():
+                if line.strip():
+                    found.setdefault(line.split(" #")[0].strip(), page)
+    return [(page, line) for line, page in found.items()]
+
+
+def needs_cluster(page: Path, line: str) -> bool:
+    """Whether a command is for a machine with Slurm."""
+    names = any(f"runs/quickstart/{name}" in line for name in CLUSTER_RUNS)
+    return page.name in CLUSTER_PAGES or names or any(word in line for word in CLUSTER_WORDS)
