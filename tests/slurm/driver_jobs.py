@@ -20,10 +20,11 @@ START_SECONDS = 60.0
 """Until the first step of a job, on a busy machine."""
 
 
-def settings(**more: Any) -> dict[str, Any]:
+def settings(reward_seconds: float = 0.1, **more: Any) -> dict[str, Any]:
     """Of a run whose every step takes about half a second, and which has one right result, bit for bit."""
     return {
         "cluster.n_nodes": 2, "cluster.n_gpus_per_node": 1, "reward.name": "slow_reward:slow_digit_share",
+        "reward.args": {"seconds": reward_seconds},
         "rollout.max_head_offpolicyness": 0, "rollout.deterministic": True, "rollout.shard_max_groups": 2,
         "total_train_steps": STEPS, "total_train_epochs": 10, "recover.freq_steps": 2, "seed": 5, **more,
     }  # fmt: skip

@@ -8,6 +8,6 @@ from typing import Any
 from digit_reward import digit_share
 
 
-def slow_digit_share(*args: Any, **kwargs: Any) -> float:
-    time.sleep(0.1)
-    return digit_share(*args, **kwargs)
+def slow_digit_share(*args: Any, seconds: float, **data: Any) -> float:
+    time.sleep(seconds)
+    return digit_share(*args, **data)

@@ -167,11 +167,11 @@ def test_a_job_that_loses_a_node_is_requeued_and_comes_to_the_same_result(
 
 
 def test_a_time_limit_makes_a_chain_of_jobs(cluster: Cluster, tiny_job: TinyJob, undisturbed: Path) -> None:
-    """Of one minute; the warning comes so early that each job has some seconds."""
+    """Of one minute, which Slurm warns of up to half a minute early: each job has some seconds."""
     name = "chain"
-    config = tiny_job.config(name, **settings(**{"cluster.continue_by": "chain", "cluster.slurm.signal_seconds": 45}))
-    run = tiny_job.run(name)
-    job = submit(cluster, tiny_job, config, *TWO_NODES, "--time=1", "--signal=B:USR2@45", "--no-requeue")
+    chain = {"cluster.continue_by": "chain", "cluster.slurm.signal_seconds": 15, "cluster.grace_seconds": 15}
+    config, run = tiny_job.config(name, **settings(reward_seconds=0.3, **chain)), tiny_job.run(name)
+    job = submit(cluster, tiny_job, config, *TWO_NODES, "--time=1", "--signal=B:USR2@15", "--no-requeue")
     cluster.wait_for(lambda: ledger_step(run) == STEPS and fingerprint_is_there(run), 150, "the end of the chain")
     cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 30, "no job waits")
     jobs = [one["job"] for one in attempts(run)]
