@@ -189,6 +189,19 @@ class PostOffice:
                     f"in {seconds:.1f} s"
                 )
 
+    def part(self, seconds: float) -> None:
+        """The end, by all ranks together: everybody has sent what waits, and goes on taking until all have.
+        TimeoutError as in `drain`; ranks that come later than so many seconds are not waited for. Main thread only.
+
+        Without it a large message to a rank that has gone already would never be over.
+        """
+        self.drain(seconds)
+        deadline, all_have_sent = time.monotonic() + seconds, self._communicator.Ibarrier()
+        while not all_have_sent.Test() and time.monotonic() < deadline:
+            if not self.pump():
+                time.sleep(0.0005)
+        self.pump()
+
     def close(self) -> None:
         """Gives the communicator back (collective)."""
         self._communicator.Free()

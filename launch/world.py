@@ -265,7 +265,7 @@ class World:
                     f"ranks {missing} did not leave within {self.settings.setup_seconds} s: "
                     f"{self._pulse.phases(missing)}"
                 )
-        self._office.drain(self.settings.abort_seconds)
+        self._office.part(self.settings.abort_seconds)
         self._pulse.close()
         self.set_phase("ended")
         self.state.reports.ended(code)

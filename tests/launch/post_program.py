@@ -118,6 +118,8 @@ def main(what: str) -> None:
         stalled_peer(post)
     elif what == "speed":
         speed(post)
+    elif what == "part":
+        part(post)
     world.Barrier()
 
 
@@ -139,6 +141,17 @@ def stalled_peer(post: PostOffice) -> None:
         time.sleep(2)
         pump_until(post, lambda: box.qsize() == 2000)
         say(in_order=[box.get()[1].group for _ in range(2000)] == list(range(2000)))  # type: ignore[union-attr]
+
+
+def part(post: PostOffice) -> None:
+    """The others send large messages at the end, and later than rank 0, which has nothing to send."""
+    box = post.inbox(Rejected)
+    if post.rank:
+        time.sleep(0.5 * post.rank)
+        post.send(0, Rejected(post.rank, 0, "error", "x" * 1_000_000))
+    began = time.monotonic()
+    post.part(20)
+    say(seconds=time.monotonic() - began, taken=box.qsize())
 
 
 def speed(post: PostOffice) -> None:

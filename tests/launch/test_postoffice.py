@@ -47,6 +47,12 @@ def test_a_peer_that_stands_still_holds_up_nobody_else() -> None:
     assert late["in_order"]
 
 
+def test_nobody_goes_while_another_still_sends() -> None:
+    said = run("part", 3)
+    assert [one["taken"] for one in said] == [2, 0, 0]
+    assert 0.8 < said[0]["seconds"] < 10.0
+
+
 def test_one_rank_takes_thousands_of_notices_a_second() -> None:
     """The benchmark holds the real target (5,000/s); here a machine under load must still reach a part of it."""
     (said,) = run("speed")
