@@ -25,6 +25,11 @@ WATCHER = "watcher"
 SECONDS = 20.0
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_filesystem, "REPLACE_SECONDS", 0.3)
+
+
 class Meeting:
     """Values that two threads lay down for each other."""
 
