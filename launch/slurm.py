@@ -47,6 +47,7 @@ SETTLING = frozenset({"PREEMPTED", "NODE_FAIL", GONE})
 """The queue may say so in passing, just before it puts the job back; believed when it still says so later."""
 SETTLE_SECONDS = 3.0
 NO_LIMIT_MINUTES = 60 * 24 * 365
+LOCAL_MODULE = "submitit.local._local"
 
 
 def run_submitted(run_path: str, overrides: Sequence[str] = (), after: int | None = None) -> RunResult:
@@ -60,7 +61,7 @@ def run_submitted(run_path: str, overrides: Sequence[str] = (), after: int | Non
 
     _forget_earlier_result()
     sys.excepthook = _leave_with_its_code
-    while after is not None and psutil.pid_exists(after):
+    while after is not None and _is_local_job(after):
         time.sleep(1.0)
     run = RunDirectory(Path(run_path))
     code = run_job(run, overrides)
@@ -179,14 +180,19 @@ class LocalRunJob(_TypedEnd, LocalJob[RunResult]):
     @property
     def state(self) -> str:
         if self.paths.result_pickle.exists():
-            return "COMPLETED"
+            return "COMPLETED" if self._get_outcome_and_result()[0] == "success" else "FAILED"
         if self._process is not None:
             return "RUNNING" if self._process.poll() is None else "FAILED"
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(int(self.job_id))
-            if process.status() != psutil.STATUS_ZOMBIE and "submitit.local._local" in process.cmdline():
-                return "RUNNING"
-        return "FAILED"
+        return "RUNNING" if _is_local_job(int(self.job_id)) else "FAILED"
+
+
+def _is_local_job(pid: int) -> bool:
+    """Whether the process is one that `ProcessExecutor` started, and lives."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and LOCAL_MODULE in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 class ScriptExecutor(SlurmExecutor):
@@ -242,7 +248,7 @@ class ProcessExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1", "SUBMITIT_LOCAL_WITH_SHELL": "",
         }  # fmt: skip
         process = subprocess.Popen(
-            [sys.executable, "-m", "submitit.local._local", str(self.folder)], start_new_session=True,
+            [sys.executable, "-m", LOCAL_MODULE, str(self.folder)], start_new_session=True,
             env={**os.environ, **self._variables, **settings}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         return LocalRunJob(self.folder, str(process.pid), process=process)

@@ -18,6 +18,7 @@ from pekoe.launch.run_errors import JobEndedError, RunStoppedError
 from pekoe.launch.run_jobs import RunJob
 from pekoe.launch.slurm import ScriptExecutor, StateWatcher, SubmittedJob
 from pekoe.launch.submit import resume, submit
+from pekoe.launch.submitted_jobs import jobs_of
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -101,9 +102,15 @@ def test_four_elements_on_one_node_at_once_do_not_collide(login: Cluster, tiny_j
 
 
 def test_a_run_is_cancelled_continued_and_watched_by_its_directory(login: Cluster, tiny_job: TinyJob) -> None:
-    values = {**SMALL, "cluster.n_gpus_per_node": 2, "total_train_steps": 5000, "recover.freq_steps": 1}
+    values = {
+        **SMALL,
+        "cluster.n_gpus_per_node": 2,
+        "total_train_steps": 5000,
+        "total_train_epochs": 500,
+        "recover.freq_steps": 1,
+    }
     (job,) = submit(tiny_job.config("stopped", **values))
-    run = job.run
+    run, first = job.run, job.job_id
     login.wait_for(lambda: list(run.checkpoints.glob("step-*")), END_SECONDS, "a checkpoint")
     said = pekoe(login, tiny_job, "status", run.path)
     assert f"job {job.job_id} (submit): RUNNING on n" in said
@@ -122,10 +129,10 @@ def test_a_run_is_cancelled_continued_and_watched_by_its_directory(login: Cluste
 
     again = resume(run, [f"total_train_steps={steps + 2}"])
     followed = pekoe(login, tiny_job, "logs", run.path, "-f", "--lines", 5)
-    assert f"step {steps + 2}/{steps + 2}" in followed
+    assert f"step {steps + 2}/{steps + 2}" in followed, followed
     result = again.result(timeout=30)
     assert (result.attempt, result.steps, result.outcome) == (1, steps + 2, "done")
-    assert again.job_id != job.job_id
+    assert [entry.job_id for entry in jobs_of(run)] == [first, again.job_id]
     assert "rank 1 INFO" in pekoe(login, tiny_job, "logs", run.path, "--attempt", 0, "--rank", 1)
     assert f"step {steps}/5000" in "".join(path.read_text() for path in again.logs())
 
