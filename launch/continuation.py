@@ -130,13 +130,9 @@ class Continuation:
             for key, name in (("partition", "Partition"), ("account", "Account"), ("qos", "QOS"))
             if getattr(slurm, key) is None and found.get(name, "(null)") not in ("(null)", "N/A", "")
         ]
-        limit, set_limit = found.get("TimeLimit", ""), self.config.cluster.time_limit
-        given = (set_limit is not None and duration_seconds(set_limit) is not None) or any(
-            flag.startswith(("--time", "-t")) for flag in slurm.extra
-        )
-        if not given and duration_seconds(limit) is not None:
-            flags = ",".join(f"'{flag}'" for flag in (*slurm.extra, f"--time={limit}"))
-            overrides.append(f"cluster.slurm.extra=[{flags}]")
+        limit, own = found.get("TimeLimit", ""), self.config.cluster.time_limit
+        if duration_seconds(limit) is not None and (own is None or duration_seconds(own) is None):
+            overrides.append(f"cluster.time_limit={limit}")
         return overrides
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pekoe.launch import continuation, job
-from pekoe.launch.attempts import prepare_run
+from pekoe.launch.attempts import RunDirectoryError, prepare_run
+from pekoe.launch.claim import claim
 from pekoe.launch.continuation import Continuation, attempts_by_itself
 from pekoe.launch.environment import Facts, read
-from pekoe.launch.job import WorldOutcome, WorldStart, newest_checkpoint, run_job
+from pekoe.launch.job import WorldOutcome, WorldStart, newest_checkpoint, run_job, run_of_job
 from pekoe.launch.job_nodes import NodesLackingError, ill_nodes, pick_nodes
 from pekoe.launch.job_times import parse_times, time_variables
 from pekoe.launch.node_layout import NodeGroup
@@ -97,13 +98,11 @@ def test_outside_of_jobs_nothing_goes_on_by_itself(config: RunConfig) -> None:
 def test_the_next_job_of_a_chain_asks_for_what_this_one_was_given(config: RunConfig, scontrol: FakeScontrol) -> None:
     scontrol()
     config.cluster.slurm.account = "own"
-    config.cluster.slurm.extra = ["--mail-type=END"]
-    assert continuation_of(config)._same_request() == [
-        "cluster.slurm.partition=long", "cluster.slurm.qos=normal",
-        "cluster.slurm.extra=['--mail-type=END','--time=1-02:00:00']",
-    ]  # fmt: skip
+    given = continuation_of(config)._same_request()
+    assert given == ["cluster.slurm.partition=long", "cluster.slurm.qos=normal", "cluster.time_limit=1-02:00:00"]
+    assert from_yaml_text("{}", given).cluster.time_limit == "1-02:00:00"
     config.cluster.time_limit = "1:00:00"
-    assert "extra" not in " ".join(continuation_of(config)._same_request())
+    assert "time_limit" not in " ".join(continuation_of(config)._same_request())
 
 
 @pytest.mark.parametrize(
@@ -139,6 +138,15 @@ def test_spare_nodes_take_the_place_of_ill_ones(tmp_path: Path, scontrol: FakeSc
         pick_nodes(groups, (("a", "b"), ("d",)), ill)
 
 
+@pytest.fixture
+def tiny(tmp_path: Path, tiny_model: Path, sums: Path) -> RunConfig:
+    return from_yaml_text(
+        f"{{experiment_name: e, trial_name: t, allocation: 'hf:d1+fsdp:d1', actor: {{path: {tiny_model}}}, "
+        f"train_dataset: {{type: jsonl, path: {sums}, batch_size: 2}}, reward: {{name: gsm8k}}, "
+        f"gconfig: {{max_new_tokens: 8}}, cluster: {{fileroot: {tmp_path}, device: cpu, max_attempts: 2}}}}"
+    )
+
+
 class World:
     """Stands where a world is started: ends with the given outcomes, one after the other."""
 
@@ -168,16 +176,11 @@ FAILED, DONE, STOPPED, WRONG = WorldOutcome(1), WorldOutcome(0), WorldOutcome(75
     ],
 )
 def test_restart_in_place(
-    tmp_path: Path, tiny_model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch,
+    tiny: RunConfig, monkeypatch: pytest.MonkeyPatch,
     outcomes: list[tuple[WorldOutcome, bool]], code: int, count: int,
 ) -> None:  # fmt: skip
-    config = from_yaml_text(
-        f"{{experiment_name: e, trial_name: t, allocation: 'hf:d1+fsdp:d1', actor: {{path: {tiny_model}}}, "
-        f"train_dataset: {{type: jsonl, path: {sums}, batch_size: 2}}, reward: {{name: gsm8k}}, "
-        "gconfig: {max_new_tokens: 8}, "
-        f"cluster: {{fileroot: {tmp_path}, restart_in_place: 2, device: cpu}}}}"
-    )
-    run = prepare_run(config)
+    tiny.cluster.restart_in_place, tiny.cluster.max_attempts = 2, 20
+    run = prepare_run(tiny)
     world = World(run, iter(outcomes))
     monkeypatch.setattr(job, "run_world", world)
     assert run_job(run) == code
@@ -192,3 +195,29 @@ def test_only_complete_checkpoints_are_progress(tmp_path: Path) -> None:
     for name in ("step-2", "step-10", "step-10.1", "step-12.attempt-0.part"):
         (run.checkpoints / name).mkdir(parents=True)
     assert newest_checkpoint(run) == (10, 1)
+
+
+def test_a_requeued_job_begins_no_more_attempts_than_are_allowed(
+    tiny: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = prepare_run(tiny)
+    record = json.loads(run.run_json.read_text())
+    entries = [{"number": 0, "automatic": False}, {"number": 1, "automatic": True}]
+    run.run_json.write_text(json.dumps({**record, "attempts": entries}))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setattr(job, "run_world", World(run, iter([])))
+    assert run_job(run) == 1
+    assert "cluster.max_attempts: 2 attempts have begun by themselves" in capsys.readouterr().err
+    assert len(json.loads(run.run_json.read_text())["attempts"]) == 2
+
+
+def test_a_job_that_is_started_again_finds_its_run_and_no_other_does(tiny: RunConfig) -> None:
+    first = read({"SLURM_JOB_ID": "12"}, "n1")
+    run = run_of_job(tiny, first)
+    mine = claim(run, "12", 0)
+    assert mine is not None
+    (run.checkpoints / "step-2").mkdir()
+    assert run_of_job(tiny, IN_JOB) == run
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        run_of_job(tiny, read({"SLURM_JOB_ID": "13"}, "n1"))
