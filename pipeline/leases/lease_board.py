@@ -70,6 +70,10 @@ class _Orders:
     num_open: int = 0
     """In the table."""
     worlds: tuple[AttachedWorld, ...] = ()
+    num_slots: int = 0
+    num_ranks: int = 0
+    """Over the live worlds."""
+    stranded: tuple[GroupKey, ...] = ()
     version: int = -1
     weights: SharedWeights | None = None
     starving: bool = False
@@ -152,15 +156,15 @@ class LeaseBoard:
         return list(self._orders.worlds)
 
     def num_slots(self) -> int:
-        return sum(world.slots for world in self._orders.worlds)
+        return self._orders.num_slots
 
     def num_ranks(self) -> int:
-        return sum(world.num_ranks for world in self._orders.worlds)
+        return self._orders.num_ranks
 
     def capacity(self) -> int:
         """How many more groups may be offered now: slots of live worlds, and a little ahead, less what is out."""
         with self._orders.lock:
-            slots = self.num_slots()
+            slots = self._orders.num_slots
             ahead = -(-slots // SLOTS_PER_OFFER_AHEAD)
             return slots + ahead - self._orders.num_open - self._orders.num_offers
 
@@ -168,6 +172,11 @@ class LeaseBoard:
         """Groups on the board: to be offered, offered, or held."""
         with self._orders.lock:
             return self._orders.num_open + self._orders.num_offers
+
+    def stranded(self) -> list[GroupKey]:
+        """Groups on the board while no world is left, as of the last pass: who cannot wait for one may withdraw them
+        and have them sampled elsewhere."""
+        return list(self._orders.stranded)
 
     def poll(self) -> list[Message]:
         """One pass. Returns what worlds told: each notice once, those of one world in its order.
@@ -186,11 +195,20 @@ class LeaseBoard:
         self._bury(watched, messages)
         self._try(lambda: self._write_state(now))
         self._try(self._write_offers)
-        with self._orders.lock:
-            self._orders.worlds = tuple(self._roster.live())
-            self._orders.num_open = len(self._table.entries)
+        self._publish_counts()
         self._judge(now)
         return messages
+
+    def _publish_counts(self) -> None:
+        """For the controller's thread."""
+        worlds = tuple(self._roster.live())
+        stranded = () if worlds else tuple(self._table.entries)
+        with self._orders.lock:
+            orders = self._orders
+            orders.worlds, orders.stranded = worlds, stranded
+            orders.num_slots = sum(world.slots for world in worlds)
+            orders.num_ranks = sum(world.num_ranks for world in worlds)
+            orders.num_open = len(self._table.entries)
 
     def _try(self, action: Callable[[], object]) -> None:
         """What the disk refuses now is for a later pass; the rest of this one goes on."""

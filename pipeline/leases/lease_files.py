@@ -72,9 +72,12 @@ def is_there(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in a folder, in no order; none when it is not there (or not yet seen)."""
+    """Names in a folder, in no order; none when it is not there (or not yet seen).
+
+    A folder that changes while it is listed may give a name twice: each comes once.
+    """
     try:
-        return os.listdir(folder)
+        return list(dict.fromkeys(os.listdir(folder)))
     except OSError as error:
         if error.errno not in files.LATE:
             raise

@@ -318,8 +318,9 @@ class LeaseHolder:
             if error.errno not in files.LATE:
                 raise
             return None
-        if name.key in self.held:
-            self._put_back(name)
+        if (known := self.held.get(name.key)) is not None:
+            if known.serial != name.serial:
+                self._put_back(name)
             return None
         if self.config_hash and lease.config_hash != self.config_hash:
             self._put_back(name)

@@ -1,7 +1,7 @@
 """Processes of the tests that kill: `python lease_processes.py racer|world|head ARGS`.
 
-A world writes each shard that it tells of as a line of `told/NAME`; a head writes what came to it in `heard`, and begins
-the next attempt with the groups that did not.
+A world writes each shard that it tells of as a line of `told`; a head writes what came to it in `heard`, and begins the
+next attempt with the groups that did not.
 """
 
 from __future__ import annotations

@@ -71,6 +71,22 @@ def test_capacity_follows_slots_and_what_is_out(room: Room) -> None:
     assert room.board.capacity() == 16
 
 
+def test_groups_are_stranded_when_the_last_world_is_gone(room: Room) -> None:
+    attached(room, "a")
+    room.offer(0)
+    room.offer(1)
+    one_pass(room, "a", limit=1)
+    assert room.board.stranded() == []
+    silence(room)
+    assert sorted(room.board.stranded()) == [(0, 0), (1, 0)]
+    for key in room.board.stranded():
+        room.drop(key)
+    room.poll()
+    assert room.board.capacity() < 0
+    assert room.board.num_slots() == 0
+    assert sorted(room.board.stranded()) == [(0, 1), (1, 1)]
+
+
 def test_a_world_that_another_attempt_has_is_no_slot(room: Room) -> None:
     attached(room, "a")
     room.begin(1)

@@ -80,6 +80,22 @@ def test_the_oldest_are_claimed_first(room: Room) -> None:
     assert world.claim(9) == []
 
 
+def test_a_listing_may_name_an_offer_twice(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As filesystems do while others move files out of the folder: what is ours stays ours."""
+    world = attached(room)
+    offered(room, 3)
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: [*listdir(folder), *listdir(folder)])
+    assert world.claim(5) == [(0, 0), (1, 0), (2, 0)]
+    monkeypatch.setattr(lease_files, "names_in", lambda folder: [*listdir(folder), *listdir(folder)])
+    room.offer(3)
+    room.poll(2.0)
+    assert world.claim(5) == [(3, 0)]
+    assert not listdir(offered_folder(room.run))
+    assert world.claim(5) == []
+    assert len(listdir(held_folder(room.run, "a"))) == 4
+
+
 def test_only_worlds_tell_of_what_worlds_do(room: Room) -> None:
     world = attached(room)
     with pytest.raises(TypeError, match="Finished"):
