@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,13 +31,25 @@ def check_history(outcome: Outcome, attempts: int, steps: int) -> None:
     assert {group.group for name in store.paths() for group in store.notice(name).groups} >= set(consumed)
 
 
-@pytest.mark.timeout(200)
-def test_one_rank_of_a_node_writes_for_all_of_it(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
-    """One of the others is killed in the middle; the resumed run goes on exactly, and removes what was left."""
-    overrides = {
-        **base_overrides(tmp_path, tiny_model, sums, "node"), "allocation": "hf:d3+fsdp:d1", "total_train_steps": 6,
+def overrides_of(root: Path, model: Path, sums: Path, steps: int) -> dict[str, Any]:
+    return {
+        **base_overrides(root, model, sums, "node"), "allocation": "hf:d3+fsdp:d1", "total_train_steps": steps,
         "cluster.ranks_per_writer": 1, "recover.freq_steps": 2,
     }  # fmt: skip
+
+
+@pytest.mark.timeout(200)
+def test_one_rank_of_a_node_writes_for_all_of_it(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    check_history(run(tmp_path, overrides_of(tmp_path, tiny_model, sums, 3)), attempts=1, steps=3)
+    assert folders_of(RunDirectory(tmp_path / "test" / "node")) == []
+
+
+@pytest.mark.trainers
+@pytest.mark.timeout(200)
+def test_a_killed_member_leaves_nothing_behind_that_the_resumed_run_does_not_remove(
+    tmp_path: Path, tiny_model: Path, sums: Path
+) -> None:
+    overrides = overrides_of(tmp_path, tiny_model, sums, 6)
     path = tmp_path / "test" / "node"
     process = start(tmp_path, overrides)
     wait_for_step(path, 3, process)
