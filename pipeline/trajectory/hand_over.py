@@ -4,8 +4,8 @@
 
 A file is read once and removed then. A member holds a bounded number of bytes there and leaves room in the place for
 others; where that is not to be had, `put` gives None and the rank writes the groups itself. The folder's name says
-whose it is: user, job (with the array's task), run, attempt, rank. Folders that dead processes have left are removed by
-the next rank that opens one, for a living owner holds a lock on its own.
+whose it is: user, job (with the array's task), run, attempt, rank, process. Folders that dead processes have left are
+removed by the next rank that opens one, for a living owner holds a lock on its own.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HandOver:
         self._complained = False
         base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         remove_dead_folders(base)
-        name = f"{_prefix()}{job or 'local'}-{_digest(run)}-attempt-{attempt}-rank-{rank}"
+        name = f"{_prefix()}{job or 'local'}-{_digest(run)}-attempt-{attempt}-rank-{rank}-{os.getpid()}"
         self._folder, self._lock = _make_folder(base, name)
 
     def put(self, groups: Sequence[Group]) -> str | None:

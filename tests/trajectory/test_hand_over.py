@@ -47,7 +47,7 @@ def test_a_folder_says_whose_it_is_and_goes_with_its_owner(run: RunDirectory, tm
     assert path is not None
     folder = Path(path).parent
     assert folder.name.startswith(f"pekoe-groups-{os.getuid()}-41_7-")
-    assert folder.name.endswith("-attempt-2-rank-3")
+    assert folder.name.endswith(f"-attempt-2-rank-3-{os.getpid()}")
     assert folder.stat().st_mode & 0o777 == 0o700
     member.close()
     assert not folder.exists()
