@@ -51,7 +51,7 @@ def serve(run: RunDirectory, name: str) -> None:
     running: list[tuple[int, int]] = []
     number = 0
     while True:
-        time.sleep(POLL_SECONDS * rng.random())
+        time.sleep(5 * POLL_SECONDS * rng.random())
         state = holder.look()
         if state is None:
             continue

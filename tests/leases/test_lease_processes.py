@@ -22,8 +22,8 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 SCRIPT = Path(__file__).with_name("lease_processes.py")
 NUM_OFFERS = 2000
-NUM_GROUPS = 400
-KILL_SECONDS = 5.0
+NUM_GROUPS = 500
+KILL_SECONDS = 4.0
 LIMIT_SECONDS = 60.0
 
 

@@ -16,6 +16,7 @@ from pekoe.pipeline import registry
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = (
     "data", "rollout", "reward", "trajectory", "control", "batch", "algorithm", "train", "weights", "evaluate",
+    "leases",
 )  # fmt: skip
 HEAVY = ("torch", "mpi4py", "vllm", "transformers")
 
