@@ -31,7 +31,7 @@ from driver_jobs import (
 )  # fmt: skip
 from virtual_cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 
 
 def submit(cluster: Cluster, tiny_job: TinyJob, config: Path, *flags: str) -> str:
@@ -170,9 +170,9 @@ def test_a_time_limit_makes_a_chain_of_jobs(cluster: Cluster, tiny_job: TinyJob,
     """Of one minute, which Slurm warns of up to half a minute early: each job has some seconds."""
     name = "chain"
     chain = {"cluster.continue_by": "chain", "cluster.slurm.signal_seconds": 15, "cluster.grace_seconds": 15}
-    config, run = tiny_job.config(name, **settings(reward_seconds=0.3, **chain)), tiny_job.run(name)
+    config, run = tiny_job.config(name, **settings(reward_seconds=0.25, **chain)), tiny_job.run(name)
     job = submit(cluster, tiny_job, config, *TWO_NODES, "--time=1", "--signal=B:USR2@15", "--no-requeue")
-    cluster.wait_for(lambda: ledger_step(run) == STEPS and fingerprint_is_there(run), 150, "the end of the chain")
+    cluster.wait_for(lambda: ledger_step(run) == STEPS and fingerprint_is_there(run), 200, "the end of the chain")
     cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 30, "no job waits")
     jobs = [one["job"] for one in attempts(run)]
     assert jobs[0] == job
@@ -200,3 +200,24 @@ def test_a_world_without_a_driver_dies_with_its_srun(cluster: Cluster, tiny_job:
                 os.kill(process.pid, signal.SIGKILL)
         cluster.wait(job, seconds=20)
         assert_nothing_left(cluster, job)
+
+
+def test_mpiexec_inside_the_allocation(cluster: Cluster, tiny_job: TinyJob, undisturbed: Path) -> None:
+    """hydra passes no signal on: the head finds the request to stop in the run directory."""
+    name = "mpiexec"
+    config, run = tiny_job.config(name, **settings(**{"cluster.launcher": "mpiexec"})), tiny_job.run(name)
+    job = submit(cluster, tiny_job, config, *TWO_NODES, "--no-requeue")
+    wait_for_step(cluster, job, run, 2)
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    assert cluster.wait(job, seconds=30) == "FAILED"
+    assert cluster.facts(job)["ExitCode"] == "75:0", cluster.output(job)
+    assert_nothing_left(cluster, job)
+    again = cluster.sbatch(
+        TRAIN, *TWO_NODES, arguments=["--resume", run], cwd=tiny_job.folder, variables=tiny_job.variables
+    )
+    wait_for_step(cluster, again, run, 5)
+    next(p for p in cluster.processes(again) if p.name().startswith("python") and "pekoe.launch.rank" in p.cmdline()
+         and p.environ().get("PMI_RANK") == "1" and p.parent().name().startswith("python")).kill()  # fmt: skip
+    assert cluster.wait(again, seconds=25) == "FAILED", cluster.output(again)
+    assert error_record(run, 1)["rank"] == 1
+    assert_nothing_left(cluster, again)
