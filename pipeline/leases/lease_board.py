@@ -277,12 +277,12 @@ class LeaseBoard:
         names: list[LeaseName] = []
         self._try(lambda: self._accept_all(self._reader.read(world.name, now), messages))
         self._try(lambda: names.extend(lease_files.leases_in(away / HELD) if away else ()))
-        self._tell_gone(world, self._table.lose(world.name, names))
+        left = world.state is not None and world.state.left
+        self._tell_gone(world, left, self._table.lose(world.name, names, now, left=left))
         if away is not None:
             files.put_away(away)
 
-    def _tell_gone(self, world: SeenWorld, num_lost: int) -> None:
-        left = world.state is not None and world.state.left
+    def _tell_gone(self, world: SeenWorld, left: bool, num_lost: int) -> None:
         self.counts["worlds_left" if left else "worlds_lost"] += 1
         self.counts["offered_again"] += num_lost
         how = "has left" if left else f"has said nothing for {world.silent_seconds:.0f} s"

@@ -150,18 +150,23 @@ class LeaseTable:
         entry.serial = serial
         self._move(entry, Place.HELD, world=world)
 
-    def lose(self, world: str, names: Iterable[LeaseName]) -> int:
-        """The world is dead, and these files lay in its folder; its groups are to be offered again. Returns how
-        many."""
-        lost = set(self.held.get(world, ()))
-        for name in names:
-            entry = self.entries.get(name.key)
-            if entry is not None and self.name(entry) == name and entry.place is not Place.HELD:
-                lost.add(name.key)
-        for key in lost:
+    def lose(self, world: str, names: Iterable[LeaseName], now: float, *, left: bool) -> int:
+        """The world is gone, and these files lay in its folder: its groups are to be offered again. Returns how many.
+
+        What one that `left` in order had put back may be taken by another one already: that is only missing.
+        """
+        lost = {
+            entry.key for name in names
+            if (entry := self.entries.get(name.key)) is not None and self.name(entry) == name
+            and (entry.place is not Place.HELD or entry.world == world)
+        }  # fmt: skip
+        others = self.held.get(world, set()) - lost
+        for key in lost | (set() if left else others):
             self._move(self.entries[key], Place.WAITING)
+        for key in others if left else ():
+            self._move(self.entries[key], Place.MISSING, now=now)
         self.held.pop(world, None)
-        return len(lost)
+        return len(lost) if left else len(lost | others)
 
     def find_overdue(self, now: float) -> list[Entry]:
         """What nobody has named for too long, now to be offered again."""

@@ -385,6 +385,22 @@ def test_a_world_that_leaves_is_no_loss(room: Room) -> None:
     assert (room.board.counts["offered"], room.board.counts["worlds_left"]) == (1, 1)
 
 
+def test_what_a_leaving_world_put_back_is_not_offered_twice(room: Room) -> None:
+    """Another one has taken it before the head looked."""
+    attached(room, "a", "b")
+    room.offer(0)
+    one_pass(room, "a")
+    one_pass(room, "a")
+    room.poll(2.0)
+    room.worlds.pop("a").holder.leave()
+    room.worlds["b"].look()
+    assert room.worlds["b"].claim(1) == [(0, 0)]
+    for _ in range(3):
+        one_pass(room, "b", limit=0)
+        assert offers(room) == []
+    assert room.worlds["b"].running == {(0, 0)}
+
+
 def test_the_end_is_told_and_nothing_is_offered_after_it(room: Room) -> None:
     attached(room, "a")
     room.offer(0)
