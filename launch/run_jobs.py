@@ -36,6 +36,9 @@ class RunJob:
     """A run and its jobs."""
 
     run: RunDirectory
+    job_id: str
+    """Of the job that the handle was made for: the one just submitted, or the one that counted when it was rebuilt.
+    Slurm's, or the process id of a local job."""
 
     @classmethod
     def of(cls, run: RunDirectory | Path | str) -> RunJob:
@@ -46,17 +49,12 @@ class RunJob:
             raise RunDirectoryError(
                 f"{directory.path} was not submitted; `pekoe resume {directory.path}` submits its next job"
             )
-        return cls(directory)
+        return cls(directory, _current(directory)[0].job_id)
 
     @property
     def entry(self) -> JobEntry:
         """The job that counts now."""
-        return self._current()[0]
-
-    @property
-    def job_id(self) -> str:
-        """Slurm's, or the process id of a local job."""
-        return self.entry.job_id
+        return _current(self.run)[0]
 
     @property
     def job(self) -> SubmittedJob | LocalRunJob:
@@ -66,12 +64,12 @@ class RunJob:
     @property
     def state(self) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED, OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, PREEMPTED, CANCELLED, …"""
-        return self._current()[1].state
+        return _current(self.run)[1].state
 
     @property
     def has_ended(self) -> bool:
         """Whether no job of the run waits or runs."""
-        return self._current()[1].has_ended
+        return _current(self.run)[1].has_ended
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the run's last job has ended; False when `timeout` seconds were over before."""
@@ -93,7 +91,7 @@ class RunJob:
         one; TimeoutError after `timeout` seconds."""
         if not self.wait(timeout):
             raise TimeoutError(
-                f"job {self.job_id} of {self.run.path} has not ended after {timeout:.0f} s: {self.state}"
+                f"job {self.entry.job_id} of {self.run.path} has not ended after {timeout:.0f} s: {self.state}"
             )
         return _handle(jobs_of(self.run)[-1]).result()
 
@@ -122,13 +120,6 @@ class RunJob:
                 return None
             time.sleep(POLL_SECONDS)
 
-    def _current(self) -> tuple[JobEntry, JobState]:
-        entries = jobs_of(self.run)[-NEWEST:]
-        states = [state_of(entry) for entry in entries]
-        return next(
-            (pair for pair in zip(entries, states, strict=True) if not pair[1].has_ended), (entries[-1], states[-1])
-        )
-
 
 def state_of(entry: JobEntry) -> JobState:
     """What its job does now; of one that Slurm has forgotten, what its result says."""
@@ -142,6 +133,12 @@ def state_of(entry: JobEntry) -> JobState:
     if state.state == GONE and handle.paths.result_pickle.exists():
         return JobState("COMPLETED" if handle.exception() is None else "FAILED")
     return state
+
+
+def _current(run: RunDirectory) -> tuple[JobEntry, JobState]:
+    """The first job that has not ended, else the last; and its state."""
+    pairs = [(entry, state_of(entry)) for entry in jobs_of(run)[-NEWEST:]]
+    return next((pair for pair in pairs if not pair[1].has_ended), pairs[-1])
 
 
 def _handle(entry: JobEntry) -> SubmittedJob | LocalRunJob:

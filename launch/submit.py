@@ -158,7 +158,7 @@ def _submit_run(run: RunDirectory, order: Order, overrides: tuple[str, ...], why
     job = executor.submit(run_submitted, str(run.path), overrides)
     kind = "local" if order.is_local else "slurm"
     note_job(run, JobEntry(job.job_id, kind, str(order.folder), why))
-    return RunJob.of(run)
+    return RunJob(run, job.job_id)
 
 
 def _submit_sweep(

@@ -170,7 +170,9 @@ def test_a_run_that_waits_is_not_submitted_twice(slurm: FakeSlurm, config: Path)
         with pytest.raises(RunDirectoryError, match=r"submitted already, as job 101.*pekoe cancel"):
             again()
     assert slurm.num_calls == 1
-    assert resume(job.run, after="101").job_id == "101", "the first that has not ended"
+    next_job = resume(job.run, after="101")
+    assert (next_job.job_id, next_job.entry.job_id) == ("102", "101"), "the first that has not ended counts"
+    assert RunJob.of(job.run).job_id == "101"
     assert "--dependency=afterany:101" in slurm.script(2)
 
 

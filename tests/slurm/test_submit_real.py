@@ -137,6 +137,23 @@ def test_a_run_is_cancelled_continued_and_watched_by_its_directory(login: Cluste
     assert f"step {steps}/5000" in "".join(path.read_text() for path in again.logs())
 
 
+def test_a_handle_follows_a_chain_of_jobs_to_the_end_of_the_run(login: Cluster, tiny_job: TinyJob) -> None:
+    values = {**SMALL, "cluster.n_gpus_per_node": 2, "cluster.continue_by": "chain", "recover.freq_steps": 1}
+    (job,) = submit(tiny_job.config("chained", **{**values, "total_train_steps": 100, "total_train_epochs": 500}))
+    run = job.run
+    login.wait_for(lambda: list(run.checkpoints.glob("step-*")), END_SECONDS, "a checkpoint")
+    assert [entry.why for entry in jobs_of(run)] == ["submit", "chain"]
+    assert (RunJob.of(run).job_id, job.state) == (job.job_id, "RUNNING")
+    login.run(["scancel", "--signal=USR2", "--batch", job.job_id])
+    result = job.result(timeout=END_SECONDS)
+    assert (result.attempt, result.outcome, result.steps) == (1, "done", 100)
+    last = RunJob.of(run)
+    assert [entry.job_id for entry in jobs_of(run)] == [job.job_id, last.job_id]
+    assert last.job_id != job.job_id
+    assert login.wait(last.job_id) == "COMPLETED"
+    assert not login.run(["squeue", "--noheader"]).stdout.strip(), "no further job waits"
+
+
 def sleeping(folder: Path, seconds: float, *flags: str, function: Callable[..., Any] = time.sleep) -> Any:
     """A job of submitit that runs a function under our script."""
 
