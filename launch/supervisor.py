@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from pekoe.launch.error_record import END_NOTE, ErrorRecord, record_path, write_record
 from pekoe.launch.rank_log import TERMINAL
+from pekoe.launch.shared_memory import remove_files
 from pekoe.launch.stop_signals import EXIT_FAILURE, EXIT_REQUEUE, STOP_SIGNALS
 from pekoe.pipeline import files
 from pekoe.pipeline.observe.stacks import dump_by_signal
@@ -260,6 +261,7 @@ def _finish(watched: _Watched, rank: int, status: int) -> NoReturn:
     if orderly:
         code = int(watched.facts["ended"])
     else:
+        remove_files(watched.facts.get("shared_memory", ()))
         reason = watched.verdict or _reason(code)
         code = code if code > 0 else 1
         record = watched.record(reason)

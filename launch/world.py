@@ -30,6 +30,7 @@ from pekoe.launch.exchange import LONGEST_PAUSE, SHORTEST_PAUSE, Exchange
 from pekoe.launch.pulse import Pulse
 from pekoe.launch.rank_state import RankState, flush_streams, means_success
 from pekoe.launch.rendezvous import LOOPBACK, listen, own_address
+from pekoe.launch.shared_memory import mapped_files
 from pekoe.launch.stack_requests import StackRequests
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, StopSignals
 from pekoe.pipeline.messages import Farewell, Leaving, Post, SignalReceived
@@ -125,6 +126,7 @@ class World:
         state.reports.limit(settings.setup_seconds)
         state.reports.tell(grace=settings.grace_seconds + settings.abort_seconds)
         communicator = _start_mpi()
+        state.reports.tell(shared_memory=mapped_files())
         state.set_phase("joining")
         if communicator.Get_size() != world_size:
             raise WorldSizeError(

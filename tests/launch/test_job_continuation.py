@@ -153,7 +153,7 @@ class World:
     def __init__(self, run: RunDirectory, outcomes: Iterator[tuple[WorldOutcome, bool]]) -> None:
         self.run, self.outcomes, self.attempts = run, outcomes, []
 
-    def __call__(self, start: WorldStart, facts: Facts) -> WorldOutcome:
+    def __call__(self, start: WorldStart, facts: Facts, on_terminated: Callable[[], None]) -> WorldOutcome:
         self.attempts.append(start.attempt)
         outcome, progress = next(self.outcomes)
         if progress:
