@@ -92,7 +92,7 @@ class LeaseHolder:
         self._version = -1
         self._outbox = NoticeOutbox(run, world)
         self._trouble_since: dict[str, float] = {}
-        self._to_remove: dict[int, LeaseName] = {}
+        self._ended: dict[int, LeaseName] = {}
         """By serial: leases that ended, whose file may still lie in `held/`."""
 
     def look(self) -> BoardState | None:
@@ -117,7 +117,7 @@ class LeaseHolder:
         given_up = sorted(self.held.keys() - self._outbox.groups())
         self.held.clear()
         self._outbox.clear()
-        self._to_remove.clear()
+        self._ended.clear()
         self.attempt, self._must_join, self._beat_due = attempt, True, 0.0
         self._try("join", self._join, None)
         return given_up
@@ -140,7 +140,6 @@ class LeaseHolder:
         leases = [lease for lease in self.held.values() if lease.serial in serials]
         for lease in leases:
             self._end(lease)
-        self._remove_ended()
         return sorted({_key(lease) for lease in leases} - self._outbox.groups())
 
     def tell(self, messages: Sequence[Message]) -> None:
@@ -179,7 +178,6 @@ class LeaseHolder:
             self._version, self._beat_due = version, 0.0
         if now >= self._beat_due:
             self._try("beat", lambda: self._beat(now), None)
-        self._remove_ended()
         self._try("tell", self._write_notices, None)
 
     def leave(self) -> None:
@@ -190,7 +188,6 @@ class LeaseHolder:
         for lease in list(self.held.values()):
             self._try("leave", lambda lease=lease: self._put_back(_name(lease)), None)  # type: ignore[misc]
         self.held.clear()
-        self._remove_ended()
         if not self._must_join:
             self._try("leave", lambda: self._is_known() and self._write_world(left=True), False)
         self.attempt, self._must_join = None, True
@@ -264,21 +261,17 @@ class LeaseHolder:
                 lease = self.held.get((group, try_number))
                 if lease is not None and lease.serial == serial:
                     self._end(lease)
-            self._remove_ended()
 
     def _end(self, lease: Lease) -> None:
         del self.held[_key(lease)]
-        self._to_remove[lease.serial] = _name(lease)
+        self._ended[lease.serial] = _name(lease)
+        self._remove_ended(_name(lease))
 
-    def _remove_ended(self) -> None:
-        """A file that cannot be removed now is remembered: it is no lease any more."""
-        for serial, name in list(self._to_remove.items()):
-            try:
-                files.remove(held_folder(self.run, self.world) / str(name))
-            except OSError as error:
-                logger.debug("lease %s stays for now: %s", name, error)
-                continue
-            del self._to_remove[serial]
+    def _remove_ended(self, name: LeaseName) -> None:
+        try:
+            files.remove(held_folder(self.run, self.world) / str(name))
+        except OSError as error:
+            logger.debug("lease %s stays for now: %s", name, error)
 
     def _claim_into(self, claimed: list[Assign], limit: int, version: int) -> None:
         offered, held = offered_folder(self.run), held_folder(self.run, self.world)
@@ -299,9 +292,13 @@ class LeaseHolder:
                 return
 
     def _found_in_folder(self) -> list[LeaseName]:
-        """Leases in `held/` of which this process does not know: moves that were reported as failed."""
-        known = {lease.serial for lease in self.held.values()} | self._to_remove.keys()
+        """Leases in `held/` of which this process does not know: moves that were reported as failed. Those that have
+        ended are removed, again if need be, and forgotten once they are not seen any more."""
         names = lease_files.leases_in(held_folder(self.run, self.world))
+        self._ended = {name.serial: name for name in names if name.serial in self._ended}
+        for name in self._ended.values():
+            self._remove_ended(name)
+        known = {lease.serial for lease in self.held.values()} | self._ended.keys()
         return sorted(name for name in names if name.serial not in known and name.attempt == self.attempt)
 
     def _take(self, name: LeaseName) -> Lease | None:
