@@ -14,6 +14,7 @@ from pekoe.pipeline.leases import lease_files, lease_holder
 from pekoe.pipeline.leases.lease_board import LaterAttempt, LeaseBoard
 from pekoe.pipeline.leases.lease_records import (
     BoardState,
+    LeaseName,
     SharedWeights,
     held_folder,
     inbox_folder,
@@ -140,13 +141,33 @@ def test_a_claim_in_the_last_instant_is_found_in_the_dead_worlds_folder(room: Ro
 
 
 def test_a_suspended_head_takes_nobody_for_dead(room: Room) -> None:
+    """Nor when its whole node was, and the world there with it."""
     attached(room, "a")
     room.offer(0)
     one_pass(room, "a")
-    room.poll(10 * LEASE_SECONDS)
-    room.worlds["a"].holder.beat(0)
-    room.poll(10 * LEASE_SECONDS)
+    room.poll(2.0)
+    for _ in range(3):
+        room.poll(10 * LEASE_SECONDS)
     assert room.board.num_slots() == 8
+    assert offers(room) == []
+    room.worlds["a"].holder.beat(0)
+    for _ in range(4):
+        room.poll(10 * LEASE_SECONDS)
+    assert room.board.num_slots() == 8
+    room.poll(10 * LEASE_SECONDS)
+    room.poll(10 * LEASE_SECONDS)
+    assert room.board.num_slots() == 0, "the same counter at six looks"
+
+
+def test_offers_of_another_head_are_nobodys(room: Room) -> None:
+    """An earlier attempt that lives on for a moment wrote it."""
+    attached(room, "a")
+    name = LeaseName(5, 0, 0, 9, 1)
+    lease_files.write_visible(offered_folder(room.run) / str(name), b"of attempt 9")
+    room.worlds["a"].look()
+    assert room.worlds["a"].claim(1) == []
+    assert offers(room) == [(5, 0)], "not even touched"
+    room.poll()
     assert offers(room) == []
 
 
