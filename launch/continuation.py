@@ -10,6 +10,7 @@ alone. Every word with Slurm has a time limit; without an answer the attempt end
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.run_directory import RunDirectory
 
 ANSWER_SECONDS = 30.0
+CANCEL_SECONDS = 3.0
 END_SECONDS = 60.0
 """How long a requeued job may take to be ended by Slurm."""
 
@@ -87,15 +89,28 @@ class Continuation:
         say(f"job {self.next_job}, which waited for the end of this one, is cancelled", fresh=False)
         self.next_job = None
 
-    def was_cancelled(self) -> bool:
-        """Whether somebody cancelled this job, as far as the accounts say so while it ends."""
+    def end_if_cancelled(self) -> None:
+        """SIGTERM has come: a chain whose job somebody cancels is over, as far as Slurm tells so in time."""
+        end = time.monotonic() + CANCEL_SECONDS
+        while self.next_job is not None and time.monotonic() < end:
+            if self._is_cancelled():
+                self.drop()
+            time.sleep(0.2)
+
+    def _is_cancelled(self) -> bool:
+        """By the accounts; where they cannot be asked: the job ends before its time, for no reason that Slurm names
+        (it does name TimeLimit, NodeDown and the like), and is not put back."""
         assert self.facts.job_id is not None
-        try:
-            said = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={self.facts.job_id}",
-                        "--format=State"], 5.0)  # fmt: skip
-        except SlurmError:
-            return False
-        return bool(said.split()) and said.split()[0].startswith("CANCELLED")
+        command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={self.facts.job_id}"]
+        with contextlib.suppress(SlurmError):
+            state = ask([*command, "--format=State"], CANCEL_SECONDS).split()
+            if state and state[0] not in ("RUNNING", "COMPLETING"):
+                return state[0] == "CANCELLED"
+        with contextlib.suppress(SlurmError):
+            found = _first_line_facts(self.facts.job_id)
+            restarted = int(found.get("Restarts", "0")) != self.facts.restart_count
+            return found.get("JobState") in ("COMPLETING", "CANCELLED") and found["Reason"] == "None" and not restarted
+        return False
 
     def requeue(self) -> bool:
         """Puts this job back into the queue, after which Slurm ends it; False when that is not possible."""

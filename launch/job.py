@@ -10,7 +10,7 @@ Codes: 0 done, 75 stopped and to be continued, 78 configuration, 1 failure.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,8 +66,6 @@ class WorldOutcome:
     code: int
     stopped: bool = False
     """A stop signal, or the user's Ctrl-C, had come."""
-    terminated: bool = False
-    """SIGTERM had come: Slurm or somebody ends the job itself."""
 
 
 def start_world(start: WorldStart) -> int:
@@ -78,8 +76,8 @@ def start_world(start: WorldStart) -> int:
     return run_world(start, environment.read(os.environ)).code
 
 
-def run_world(start: WorldStart, facts: Facts) -> WorldOutcome:
-    """As `start_world`, and tells more of the end."""
+def run_world(start: WorldStart, facts: Facts, on_terminated: Callable[[], None] = lambda: None) -> WorldOutcome:
+    """As `start_world`, and tells more of the end. `on_terminated` is called when the job itself is being ended."""
     from pekoe.launch.step_command import Step, choose_launcher, choose_mpi, step_command
 
     config, run = start.config, start.run
@@ -105,10 +103,10 @@ def run_world(start: WorldStart, facts: Facts) -> WorldOutcome:
                 start=cluster.setup_seconds, failed=cluster.abort_seconds + 3.0,
                 stop=cluster.grace_seconds + cluster.abort_seconds + STOP_SECONDS,
             ),
-            variables=time_variables(facts),
+            variables=time_variables(facts), on_terminated=on_terminated,
         )
     )  # fmt: skip
-    return WorldOutcome(world.wait(), world.stopped, world.terminated)
+    return WorldOutcome(world.wait(), world.stopped)
 
 
 def components_of(facts: Facts) -> tuple[tuple[str, ...], ...]:
@@ -180,7 +178,7 @@ class _Driver:
             program = ("-m", "pekoe.launch.rank", str(self.run.path), str(attempt.number))
             size = self.placement.world_size
             start = WorldStart(self.run, attempt.number, program, size, self.config, self.placement, self.nodes)
-            outcome = run_world(start, self.facts)
+            outcome = run_world(start, self.facts, self.continuation.end_if_cancelled)
             if not self._restarts(attempt, outcome):
                 return self._conclude(attempt, outcome)
 
@@ -268,9 +266,6 @@ class _Driver:
             if code == EXIT_FAILURE:
                 say(f"logs are in {self.run.logs(attempt.number)}", fresh=False)
             return code
-        if outcome.terminated and how == "chain" and self.continuation.was_cancelled():
-            self.continuation.drop()
-            how = "none"
         if how == "none" or (how == "chain" and self.continuation.next_job is None):
             command = "run --resume" if self.facts.job_id is None else "resume"
             say(f"stopped; continue with `pekoe {command} {self.run.path}`")

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pekoe.launch import environment, terminal
@@ -67,6 +67,9 @@ class StepStart:
     limits: Limits
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment."""
+    on_terminated: Callable[[], None] = lambda: None
+    """Called once when SIGTERM has come, after the ranks were told: Slurm kills this process soon. Takes seconds at
+    most."""
 
 
 def step_environment(inherited: Mapping[str, str], start: StepStart) -> dict[str, str]:
@@ -92,6 +95,7 @@ class StepWorld:
         """SIGTERM came: Slurm or somebody ends the job itself."""
         self.interrupts = 0
         self._stop_since: float | None = None
+        self._told_terminated = False
         self._failed_since: float | None = None
         self._heard = False
         self._next_look = 0.0
@@ -115,6 +119,7 @@ class StepWorld:
                     self._next_look = time.monotonic() + LOOK_SECONDS
                     self._look()
         finally:
+            self._tell_terminated()
             self._end()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -135,14 +140,19 @@ class StepWorld:
             self._record("ended at once by the user (second Ctrl-C), without a checkpoint of the last steps; continue "
                          f"with `pekoe run --resume {self.start.run.path}`")  # fmt: skip
             self._end()
-        if self.pending is None:
-            return
-        number, self.pending = self.pending, None
-        terminal.say(f"signal {number}: stopping: the step ends, a checkpoint is written")
-        with contextlib.suppress(OSError):
-            request_stop(self.start.run, self.start.attempt, number)
-        if self.start.launcher == "srun" and self._is_heard():
-            self._process.send_signal(signal.SIGUSR2)
+        if self.pending is not None:
+            number, self.pending = self.pending, None
+            terminal.say(f"signal {number}: stopping: the step ends, a checkpoint is written")
+            with contextlib.suppress(OSError):
+                request_stop(self.start.run, self.start.attempt, number)
+            if self.start.launcher == "srun" and self._is_heard():
+                self._process.send_signal(signal.SIGUSR2)
+        self._tell_terminated()
+
+    def _tell_terminated(self) -> None:
+        if self.terminated and not self._told_terminated:
+            self._told_terminated = True
+            self.start.on_terminated()
 
     def _look(self) -> None:
         """Ends a world that does not end by itself."""

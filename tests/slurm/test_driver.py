@@ -173,11 +173,24 @@ def test_a_time_limit_makes_a_chain_of_jobs(cluster: Cluster, tiny_job: TinyJob,
     config, run = tiny_job.config(name, **settings(reward_seconds=0.25, **chain)), tiny_job.run(name)
     job = submit(cluster, tiny_job, config, *TWO_NODES, "--time=1", "--signal=B:USR2@15", "--no-requeue")
     cluster.wait_for(lambda: ledger_step(run) == STEPS and fingerprint_is_there(run), 200, "the end of the chain")
-    cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 30, "no job waits")
+    cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 60, "no job waits")
     jobs = [one["job"] for one in attempts(run)]
     assert jobs[0] == job
     assert len(set(jobs)) == len(jobs) >= 2
     assert_same_result(run, undisturbed)
+
+
+def test_a_chain_ends_with_a_cancelled_job(cluster: Cluster, tiny_job: TinyJob) -> None:
+    chain = {"cluster.continue_by": "chain", "cluster.grace_seconds": 15, "cluster.slurm.signal_seconds": 15}
+    config, run = tiny_job.config("cut", **settings(total_train_steps=200, **chain)), tiny_job.run("cut")
+    job = submit(cluster, tiny_job, config, *TWO_NODES, "--no-requeue")
+    wait_for_step(cluster, job, run, 1)
+    waiting = cluster.run(["squeue", "--noheader", "--format=%i %T"]).stdout.splitlines()
+    assert len(waiting) == 2, waiting
+    cluster.run(["scancel", job])
+    assert cluster.wait(job, seconds=20) == "CANCELLED"
+    cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 10, "no job waits")
+    assert len(attempts(run)) == 1
 
 
 def fingerprint_is_there(run: Path) -> bool:
