@@ -173,6 +173,7 @@ class Dispatcher:
 
     def admit_all(self) -> None:
         """Admits while there is capacity, data, a step left that needs it, and somebody who can sample."""
+        self._take_back_stranded()
         while self.admission.capacity() > 0 and self._wanted() > 0 and (rank := self._place()) is not None:
             if self.reissues:
                 number, example, try_number = self.reissues.popleft()
@@ -188,6 +189,21 @@ class Dispatcher:
                 if number in self.owed:
                     self.counts["issued_again"] += 1
             self.owed.discard(number)
+
+    def _take_back_stranded(self) -> None:
+        """Groups that wait for attached worlds, while none is left, are issued again here (same try: a recovery)."""
+        if self.board is None or not self.ranks.loads:
+            return
+        for number, try_number in self.board.stranded():
+            group = self.table.find(number, try_number)
+            if group is None or group.rank != BOARD or group.state is not GroupState.RUNNING:
+                continue
+            self.board.withdraw(number, try_number)
+            self._stop_running(group)
+            self.admission.reject()
+            self.table.remove(number)
+            self.counts["taken_back"] += 1
+            self.reissues.append((number, group.example, try_number))
 
     def _adopt(self, number: int, example: int) -> bool:
         """Takes the group from the shelf instead of having it sampled, if it can still be trained on in time."""

@@ -60,6 +60,7 @@ class BoardThread:
             "worlds": float(len(worlds)),
             "ranks": float(sum(world.num_ranks for world in worlds)),
             "held": float(sum(world.num_held for world in worlds)),
+            **{name: float(count) for name, count in self.board.counts.items()},
         }
 
     def _look(self) -> None:

@@ -63,6 +63,10 @@ class Board:
     offers: list[Assign] = field(default_factory=list)
     withdrawn: list[tuple[int, int]] = field(default_factory=list)
     starving: bool = False
+    left_alone: list[tuple[int, int]] = field(default_factory=list)
+
+    def stranded(self) -> list[tuple[int, int]]:
+        return self.left_alone
 
     def offer(self, assign: Assign) -> None:
         self.offers.append(assign)
@@ -135,6 +139,25 @@ def test_a_group_that_is_dropped_is_withdrawn_from_the_board() -> None:
     made.admit_all()
     assert {offer.try_number for offer in board.offers[8:]} == {1}
     assert made.on_board == 8
+
+
+def test_groups_that_no_world_is_left_for_are_sampled_here() -> None:
+    board = Board(room=100, ranks=2)
+    made, post = dispatcher(board, [1], **{"rollout.max_head_offpolicyness": 4})
+    made.admit_all()
+    board.left_alone = [(offer.group, 0) for offer in board.offers]
+    num_offers = len(board.offers)
+    assert num_offers
+    board.room = board.ranks = 0
+    made.admit_all()
+    assert made.on_board == 0
+    assert sorted(board.withdrawn) == board.left_alone
+    assigned = [message for _, message in post.sent if isinstance(message, Assign)]
+    assert sorted(assign.group for assign in assigned) == list(range(20))
+    assert {assign.try_number for assign in assigned} == {0}, "a recovery is no new draw"
+    assert made.admission.running == 20
+    made.admit_all()
+    assert len(board.withdrawn) == num_offers, "once each"
 
 
 def test_a_run_alone_waits_for_worlds_and_not_for_ever() -> None:
