@@ -191,12 +191,16 @@ class Dispatcher:
             self.owed.discard(number)
 
     def _take_back_stranded(self) -> None:
-        """Groups that wait for attached worlds, while none is left, are issued again here (same try: a recovery)."""
-        if self.board is None or not self.ranks.loads:
+        """Groups that wait for attached worlds, while none is left, are issued again here (same try: a recovery).
+        Without ranks of its own the run waits, and that time does not make them late."""
+        if self.board is None:
             return
         for number, try_number in self.board.stranded():
             group = self.table.find(number, try_number)
             if group is None or group.rank != BOARD or group.state is not GroupState.RUNNING:
+                continue
+            if not self.ranks.loads:
+                group.since = time.monotonic()
                 continue
             self.board.withdraw(number, try_number)
             self._stop_running(group)

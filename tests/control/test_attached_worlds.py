@@ -160,6 +160,21 @@ def test_groups_that_no_world_is_left_for_are_sampled_here() -> None:
     assert len(board.withdrawn) == num_offers, "once each"
 
 
+def test_the_time_without_any_world_does_not_make_groups_late() -> None:
+    board = Board(room=100, ranks=1)
+    made, _ = dispatcher(board, [], **{"rollout.stale_wait_seconds": 0.05})
+    made.admit_all()
+    board.room, board.ranks, board.left_alone = -8, 0, [(offer.group, 0) for offer in board.offers]
+    time.sleep(0.06)
+    made.admit_all()
+    made.drop_stale(0, 1.0)
+    assert not board.withdrawn
+    board.left_alone, board.ranks = [], 1
+    time.sleep(0.06)
+    made.drop_stale(0, 1.0)
+    assert len(board.withdrawn) == 4, "from then on it counts"
+
+
 def test_a_run_alone_waits_for_worlds_and_not_for_ever() -> None:
     board = Board()
     worlds = AttachedWorlds(board, SharedWeights(SentMessages(), [0], lambda message: None), "RUN", 0.05, False)
