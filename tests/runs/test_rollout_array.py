@@ -124,6 +124,31 @@ def test_worlds_attach_late_and_die_while_the_trainer_goes_on(tmp_path: Path, ti
     assert len(record["attempts"]) == 1
 
 
+def test_a_world_helps_ranks_of_the_run_and_is_not_missed(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    """The run samples by itself too; when the world is killed, what it held is sampled here."""
+    run = tmp_path / "test" / "mixed"
+    overrides = overrides_of(
+        tmp_path, tiny_model, sums, "mixed", allocation="hf:d1+fsdp:d1", total_train_steps=250,
+        **{"rollout.max_concurrent_rollouts": 12},
+    )  # fmt: skip
+    trainer = start(tmp_path, overrides)
+    wait_for_run(run)
+    world = Attached(tmp_path, run, "world")
+    world.pid()
+    deadline = time.monotonic() + 60
+    while not any((run / "shards").glob("0-*-rank-0/*.h5")):
+        assert time.monotonic() < deadline
+        assert trainer.poll() is None
+        time.sleep(0.1)
+    os.kill(world.pid(), signal.SIGKILL)
+    assert world.wait() == 1
+    assert ended(trainer, tmp_path, 150) == 0, (tmp_path / "output.txt").read_text()[-3000:]
+    check_history(run, 250)
+    shards = {entry[2].split("/")[1] for record in Outcome(0, "", run).ledger for entry in record["consumed"]}
+    assert len(shards) == 2
+    assert "0-rank-1" in shards
+
+
 def test_a_world_outlives_an_attempt_of_the_trainer(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     """The trainer is killed and goes back to its last checkpoint: the world follows, and what it sampled with weights
     of the abandoned future is never trained on."""
