@@ -57,6 +57,8 @@ STALE_SECONDS = 60.0
 INBOX_KINDS: tuple[type[Message], ...] = (
     Assign, AssignEvaluation, Cancel, Flush, Follow, HandedOver, PrepareWeights, Phase, Wake, StopRollout,
 )  # fmt: skip
+STOP_SECONDS = 10.0
+"""How much later than a member of its node a writer may hear that the run is over."""
 MAX_HANDED_OVER = 16
 """Groups that go to the node's writer in one file, at most: what has finished together."""
 
@@ -248,10 +250,30 @@ class RolloutLoop:
             self.keep(group)
 
     def take_over(self, path: str) -> None:
-        """Groups of another rank of this node."""
+        """Groups of another rank of this node. One that has heard of the end before this rank has cleared away what it
+        handed over: nobody wants that any more."""
         assert self.parts.hand_over is not None
-        for group in self.parts.hand_over.take(path):
+        try:
+            groups = self.parts.hand_over.take(path)
+        except FileNotFoundError:
+            if not self.is_about_to_stop():
+                raise
+            return
+        for group in groups:
             self.keep(group)
+
+    def is_about_to_stop(self) -> bool:
+        """Whether StopRollout comes within STOP_SECONDS; what comes before it is lost."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                source, message = self.parts.inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            if isinstance(message, StopRollout):
+                self.parts.inbox.put((source, message))
+                return True
+        return False
 
     def follow(self, attempt: int) -> None:
         """Nothing that was sampled for the attempt before can come to light in this one: what runs is stopped, what has

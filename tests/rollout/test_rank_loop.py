@@ -175,6 +175,8 @@ class Node:
                 return None if node.is_full else node.files.setdefault(path, list(groups)) and path
 
             def take(self, path: str) -> list[Group]:
+                if path not in node.files:
+                    raise FileNotFoundError(path)
                 return node.files[path]
 
             def __init__(self, rank: int) -> None:
@@ -240,3 +242,18 @@ def test_where_the_place_is_full_a_rank_writes_itself_and_is_flushed_itself() ->
     assert node.said_to_head(2) == [20]
     node.loops[2].handle(Flush())
     assert node.sent[-1] == (2, 0, Published("2:[20]", ()))
+
+
+def test_a_member_that_hears_of_the_end_first_may_clear_away_what_its_writer_has_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_loop, "STOP_SECONDS", 0.2)
+    writer = Node().loops[1]
+    inbox = writer.parts.inbox
+    inbox.put((0, Flush()))
+    inbox.put((0, StopRollout("stopped")))
+    writer.handle(HandedOver("gone"))
+    assert inbox.get()[1] == StopRollout("stopped")
+    assert inbox.empty()
+    with pytest.raises(FileNotFoundError):
+        writer.handle(HandedOver("gone"))
