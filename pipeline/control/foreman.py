@@ -145,6 +145,8 @@ class Foreman:
         self.answers: dict[int, WeightsLoaded] = {}
         self.hello: set[int] = set()
         self.notices: list[Message] = []
+        self.alone_since: float | None = None
+        """Since when the run is looked for, while it has said nothing yet."""
 
     def run(self) -> str:
         """Until the run is over, the head is silent for too long, or a stop is asked for. `finished` or `stopped`."""
@@ -165,12 +167,13 @@ class Foreman:
             return STOPPED
         if board is None:
             self._pump("waiting for the run to offer work")
-            return self._orphaned(None)
+            self.alone_since = self.alone_since or time.monotonic()
+            return self._orphaned(time.monotonic() - self.alone_since)
         if board.outcome == FINISHED:
             logger.info("the run is finished")
             return FINISHED
-        if board.seconds_unchanged > self.parts.orphan_seconds:
-            return self._orphaned(board.seconds_unchanged)
+        if outcome := self._orphaned(board.seconds_unchanged):
+            return outcome
         if board.config_hash != self.parts.config_hash:
             raise AttachedWorldError(
                 "the run samples by another configuration now (it was resumed with other settings); attach a new world"
@@ -189,14 +192,14 @@ class Foreman:
         self._pump("serving the run" if self.holders else "waiting for offers")
         return ""
 
-    def _orphaned(self, seconds: float | None) -> str:
-        if seconds is not None:
-            logger.error(
-                "the head has shown no progress for %.0f s (rollout_array.orphan_seconds): this world ends", seconds
-            )
-            return FINISHED
-        self.parts.leases.beat(self.version)
-        return ""
+    def _orphaned(self, seconds: float) -> str:
+        """How the world ends when nothing was heard of the head for so long; empty while it may wait."""
+        if seconds <= self.parts.orphan_seconds:
+            return ""
+        logger.error(
+            "the head has shown no progress for %.0f s (rollout_array.orphan_seconds): this world ends", seconds
+        )
+        return FINISHED
 
     def _follow(self, attempt: int) -> None:
         """What is published of the old attempt stays on disk; the head of the new one finds it there."""
@@ -208,8 +211,8 @@ class Foreman:
         self.attempt, self.loaded, self.failures = attempt, None, 0
         self.holders.clear()
         self.notices.clear()
-        for rank, load in self.loads.items():
-            self.loads[rank] = RankLoad(finished_since=None, flush_asked=load.flush_asked)
+        for rank in self.loads:
+            self.loads[rank] = RankLoad()
             self.parts.post.send(rank, Follow(attempt))
 
     def _load(self, wanted: tuple[int, int, str]) -> None:

@@ -388,6 +388,33 @@ def test_how_an_attached_world_ends(state: State | None, outcome: str) -> None:
     assert ranks.of(StopRollout) == [(0, StopRollout(outcome)), (1, StopRollout(outcome))]
 
 
+def test_a_run_that_never_begins_is_not_waited_for_without_end() -> None:
+    files, ranks = Files(None), Ranks()
+    made = foreman(files, ranks)
+    made.parts.orphan_seconds = 0.1
+    assert made.turn() == ""
+    began = time.monotonic()
+    assert made.run() == "finished"
+    assert time.monotonic() - began < 5.0
+    assert files.has_left
+
+
+def test_a_shard_that_was_thrown_away_with_its_attempt_is_not_waited_for() -> None:
+    files, ranks = Files(State(weights=Weights(0), starving=True), offers=[offer(0)]), Ranks()
+    made = foreman(files, ranks)
+    made.turn()
+    ranks.inbox.put((0, Finished(0, 0)))
+    made.turn()
+    made.turn()
+    assert len(ranks.of(Flush)) == 1, "the disk had no room: nothing is published"
+    files.state, files.offers = State(attempt=1, weights=Weights(0, "other"), starving=True), [offer(1)]
+    made.turn()
+    ranks.inbox.put((made.holders[(1, 0)], Finished(1, 0)))
+    made.turn()
+    made.turn()
+    assert len(ranks.of(Flush)) == 2
+
+
 def test_what_is_done_is_published_before_a_world_leaves() -> None:
     files, ranks, stop = Files(State(weights=Weights(0)), offers=[offer(0)]), Ranks(), threading.Event()
     made = foreman(files, ranks, stop)
