@@ -127,11 +127,6 @@ def world_directory(run: RunDirectory) -> RunDirectory:
     return RunDirectory(run.attached / f"{name}-{uuid.uuid4().hex[:6]}")
 
 
-def run_of(world: RunDirectory) -> RunDirectory:
-    """The run that an attached world serves."""
-    return RunDirectory(world.path.parent.parent)
-
-
 def _is_own(key: str) -> bool:
     return any(key == own or key.startswith(f"{own}.") for own in OWN_KEYS)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 
-from pekoe.pipeline import files
-from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.attached_worlds import BOARD, AttachedWorlds
 from pekoe.pipeline.control.shared_weights import SharedWeights
 from pekoe.pipeline.leases.config_hash import config_hash
@@ -41,7 +39,8 @@ class BoardThread:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until `close`. A full disk is no reason to end: what could not be written is written at a later look."""
+        """Until `close`. What the disk refuses is written at a later look; OSError when it refused for long, LaterAttempt
+        when another attempt has begun."""
         self.board.open()
         while not self._over.wait(self._poll_seconds):
             self._look()
@@ -64,14 +63,7 @@ class BoardThread:
         }
 
     def _look(self) -> None:
-        try:
-            messages = self.board.poll()
-        except OSError as error:
-            if not files.is_full(error):
-                raise
-            logger.error("no room for offers to attached worlds: %s", error)
-            return
-        for message in messages:
+        for message in self.board.poll():
             self._inbox.put((BOARD, message))
 
 
@@ -89,7 +81,3 @@ def attached_worlds(context: RunContext, thread: BoardThread) -> AttachedWorlds:
         context.config.rollout_array.wait_seconds,
         bool(context.ranks.rollout_ranks),
     )
-
-
-def may_attach(config: RunConfig) -> bool:
-    return config.rollout_array.enabled
