@@ -14,8 +14,9 @@ import contextlib
 import time
 from dataclasses import dataclass
 
+from pekoe.launch import slurm_commands
 from pekoe.launch.environment import Facts
-from pekoe.launch.slurm_commands import SlurmError, ask
+from pekoe.launch.slurm_commands import SlurmError, ask, job_facts
 from pekoe.launch.submitted_jobs import forget_job
 from pekoe.launch.terminal import say
 from pekoe.pipeline import files
@@ -23,7 +24,6 @@ from pekoe.pipeline.config.durations import duration_seconds
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.run_directory import RunDirectory
 
-ANSWER_SECONDS = 30.0
 CANCEL_SECONDS = 3.0
 END_SECONDS = 60.0
 """How long a requeued job may take to be ended by Slurm."""
@@ -81,7 +81,7 @@ class Continuation:
         if self.next_job is None:
             return
         try:
-            ask(["scancel", self.next_job], ANSWER_SECONDS)
+            slurm_commands.cancel(self.next_job)
         except SlurmError as error:
             say(f"job {self.next_job} waits for the end of this one and is not needed any more; end it: {error}")
             return
@@ -107,7 +107,7 @@ class Continuation:
             if state and state[0] not in ("RUNNING", "COMPLETING"):
                 return state[0] == "CANCELLED"
         with contextlib.suppress(SlurmError):
-            found = _first_line_facts(self.facts.job_id)
+            found = job_facts(self.facts.job_id)
             restarted = int(found.get("Restarts", "0")) != self.facts.restart_count
             return found.get("JobState") in ("COMPLETING", "CANCELLED") and found["Reason"] == "None" and not restarted
         return False
@@ -117,7 +117,7 @@ class Continuation:
         job = self.facts.job_id
         assert job is not None
         try:
-            found = _first_line_facts(job)
+            found = job_facts(job)
         except SlurmError as error:
             say(f"not requeued: {error}")
             return False
@@ -125,7 +125,7 @@ class Continuation:
             say(f"not requeued: Slurm has the job as {found.get('JobState')}, restart {found.get('Restarts')}")
             return False
         try:
-            ask(["scontrol", "requeue", job], ANSWER_SECONDS)
+            slurm_commands.requeue(job)
         except SlurmError as error:
             say(f"not requeued: {error}; continue with `pekoe resume {self.run.path}`")
             return False
@@ -137,7 +137,7 @@ class Continuation:
         assert self.facts.job_id is not None
         slurm = self.config.cluster.slurm
         try:
-            found = _first_line_facts(self.facts.job_id)
+            found = job_facts(self.facts.job_id)
         except SlurmError:
             return []
         overrides = [
@@ -154,9 +154,3 @@ class Continuation:
 def wait_for_end() -> None:
     """After a requeue: Slurm ends this process; not for ever, should it not."""
     time.sleep(END_SECONDS)
-
-
-def _first_line_facts(job: str) -> dict[str, str]:
-    """`scontrol show job`, name by name; of a heterogeneous job, its first component's."""
-    lines = ask(["scontrol", "--oneliner", "show", "job", job], ANSWER_SECONDS).splitlines()
-    return dict(word.split("=", 1) for word in (lines or [""])[0].split() if "=" in word)

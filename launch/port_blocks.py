@@ -9,21 +9,17 @@ the process ends.
 from __future__ import annotations
 
 import errno
-import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 BLOCK_PORTS = 32
 """Of which the first is the guard."""
 LOWEST, HIGHEST = 10240, 65535
-TRIES = 3
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-T = TypeVar("T")
 
 
 class NoPortsError(OSError):
@@ -71,39 +67,6 @@ def reserve(at_least: int = LOWEST) -> PortBlock:
             return PortBlock(guard)
         guard.close()
     raise NoPortsError(errno.EADDRINUSE, f"no {BLOCK_PORTS} free ports in a row from {at_least} on this node")
-
-
-def start_with_ports(start: Callable[[PortBlock], T], tries: int = TRIES, at_least: int = LOWEST) -> T:
-    """`start(block)`, again with a new range when it failed because a port was taken, at most `tries` times.
-
-    A range that failed stays held until the end, so that the next is another. The block of the success is the caller's.
-    """
-    failed: list[PortBlock] = []
-    try:
-        while True:
-            block = reserve(at_least)
-            try:
-                return start(block)
-            except Exception as error:
-                failed.append(block)
-                if not is_port_taken(error) or len(failed) >= tries:
-                    raise
-    finally:
-        for block in failed:
-            block.release()
-
-
-def is_port_taken(error: BaseException | None) -> bool:
-    """Does the error, or one that it came from, say that an address is in use? Engines wrap the operating system's."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            return True
-        if os.strerror(errno.EADDRINUSE).lower() in str(error).lower() or "EADDRINUSE" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _firsts(at_least: int) -> Iterator[int]:

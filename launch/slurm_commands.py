@@ -39,8 +39,12 @@ def without_identity(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def ask(arguments: Sequence[str], seconds: float = COMMAND_SECONDS, environ: Mapping[str, str] | None = None) -> str:
-    """Runs a command and returns its output. SlurmError when it is missing, fails, or takes too long."""
+def ask(
+    arguments: Sequence[str], seconds: float | None = None, environ: Mapping[str, str] | None = None
+) -> str:  # fmt: skip
+    """Runs a command and returns its output. SlurmError when it is missing, fails, or takes longer than `seconds`
+    (None: COMMAND_SECONDS)."""
+    seconds = COMMAND_SECONDS if seconds is None else seconds
     try:
         done = subprocess.run(
             list(arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False,
@@ -65,20 +69,16 @@ def requeue(job: str) -> None:
     ask(["scontrol", "requeue", job])
 
 
-def cancel(*jobs: str, signal: str | None = None) -> None:
-    """Ends jobs (or array elements, `12_3`), or sends their processes a signal."""
-    ask(["scancel", *([f"--signal={signal}", "--full"] if signal else []), *jobs])
-
-
-def node_names(job: str) -> str:
-    """The nodes that the job has now, as a compact list; nodes that failed are no longer among them."""
-    return ask(["squeue", "--noheader", "--jobs", job, "--format=%N"]).strip()
+def cancel(*jobs: str) -> None:
+    """Ends jobs, or array elements (`12_3`)."""
+    ask(["scancel", *jobs])
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """`scontrol show job`, name by name (JobState, Restarts, NodeList, TimeLimit, …)."""
-    words = ask(["scontrol", "--oneliner", "show", "job", job]).split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    """`scontrol show job`, name by name (JobState, Restarts, NodeList, TimeLimit, …); of a heterogeneous job, its first
+    component's."""
+    lines = ask(["scontrol", "--oneliner", "show", "job", job]).splitlines()
+    return dict(word.split("=", 1) for word in (lines or [""])[0].split() if "=" in word)
 
 
 def configuration() -> dict[str, str]:

@@ -39,8 +39,8 @@ class BoardThread:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until `close`. What the disk refuses is written at a later look; OSError when it refused for long, LaterAttempt
-        when another attempt has begun."""
+        """Until `close`. What the disk refuses is written at a later look; OSError when it refuses for long,
+        LaterAttempt when another attempt has begun."""
         self.board.open()
         while not self._over.wait(self._poll_seconds):
             self._look()

@@ -174,11 +174,6 @@ class HandOver:
         return ""
 
 
-def folders_of(run: RunDirectory, base: Path = MEMORY) -> list[Path]:
-    """What lies there of a run, whether or not its owners live."""
-    return sorted(base.glob(f"{_prefix()}*-{_digest(run)}-attempt-*"))
-
-
 def remove_dead_folders(base: Path) -> None:
     """Removes this user's folders whose owner lives no more: its lock is free."""
     for folder in base.glob(f"{_prefix()}*"):

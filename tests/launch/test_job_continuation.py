@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pekoe.launch import continuation, job
+from pekoe.launch import job, slurm_commands
 from pekoe.launch.attempts import RunDirectoryError, prepare_run
 from pekoe.launch.claim import claim
 from pekoe.launch.continuation import Continuation, attempts_by_itself
@@ -74,7 +74,7 @@ def test_a_job_is_requeued_once(config: RunConfig, scontrol: FakeScontrol, tmp_p
 def test_a_scontrol_that_sleeps_an_hour_holds_nothing_up(
     config: RunConfig, scontrol: FakeScontrol, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(continuation, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_commands, "COMMAND_SECONDS", 0.5)
     scontrol(requeue="exec sleep 3600")
     began = time.monotonic()
     assert not continuation_of(config).requeue()

@@ -3,7 +3,6 @@ times."""
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pekoe.launch import port_blocks
-from pekoe.launch.port_blocks import PortBlock, is_port_taken, reserve, start_with_ports
+from pekoe.launch.port_blocks import PortBlock, reserve
 
 PROCESSES, ROUNDS, SECONDS = 8, 100, 60.0
 
@@ -89,55 +88,6 @@ def test_ranges_lie_outside_of_the_kernels_own_choice(tmp_path: Path, monkeypatc
         assert all(legal(port) for block in blocks for port in block.ports)
         for block in blocks:
             block.release()
-
-
-def test_a_taken_port_is_tried_again_with_another_range() -> None:
-    tried: list[PortBlock] = []
-
-    def engine(block: PortBlock) -> socket.socket:
-        tried.append(block)
-        thief = socket.create_server(("", block.first))
-        try:
-            if len(tried) < 3:
-                return socket.create_server(("", block.first))
-            return socket.create_server(("", block.first + 1))
-        finally:
-            thief.close()
-
-    with start_with_ports(engine) as server:
-        assert server.getsockname()[1] == tried[2].first + 1
-    assert len({block.first for block in tried}) == 3
-    assert port_blocks._bound(tried[0].first - 1), "a range that failed is given back"
-
-
-def test_tries_are_bounded_and_other_errors_are_not_tried_again() -> None:
-    tried: list[int] = []
-
-    def never(block: PortBlock) -> None:
-        tried.append(block.first)
-        try:
-            raise OSError(errno.EADDRINUSE, "in use")
-        except OSError as error:
-            raise RuntimeError("engine core failed to start") from error
-
-    with pytest.raises(RuntimeError, match="engine core"):
-        start_with_ports(never, tries=4)
-    assert len(set(tried)) == 4
-
-    def broken(block: PortBlock) -> None:
-        tried.append(block.first)
-        raise ValueError("no such model")
-
-    with pytest.raises(ValueError, match="no such model"):
-        start_with_ports(broken)
-    assert len(tried) == 5
-
-
-def test_words_of_engines_are_understood() -> None:
-    assert is_port_taken(RuntimeError("bind failed: Address already in use"))
-    assert is_port_taken(RuntimeError("The server socket has failed to listen: EADDRINUSE"))
-    assert not is_port_taken(RuntimeError("out of memory"))
-    assert not is_port_taken(None)
 
 
 def test_threads_of_a_process_get_distinct_ranges() -> None:

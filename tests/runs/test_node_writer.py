@@ -17,8 +17,13 @@ from run_command import Outcome, base_overrides, run
 from test_death import heartbeats, start, wait_for_step
 
 from pekoe.pipeline.run_directory import RunDirectory
-from pekoe.pipeline.trajectory.hand_over import folders_of
+from pekoe.pipeline.trajectory.hand_over import MEMORY, _digest
 from pekoe.pipeline.trajectory.store import Store
+
+
+def folders_of(run: RunDirectory) -> list[Path]:
+    """What lies in the node's memory of a run, whether or not its owners live."""
+    return sorted(MEMORY.glob(f"pekoe-groups-*-{_digest(run)}-attempt-*"))
 
 
 def check_history(outcome: Outcome, attempts: int, steps: int) -> None:
