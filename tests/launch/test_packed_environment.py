@@ -143,6 +143,23 @@ def test_a_place_that_is_too_small_is_left(archive: Path, tmp_path: Path) -> Non
     assert done.stdout.startswith(str(environments(tmp_path)[0]))
 
 
+def test_a_place_in_which_nothing_can_be_noted_is_left(archive: Path, tmp_path: Path) -> None:
+    """The last file does not fit any more: then nobody may unpack there again and again."""
+    node, other = tmp_path / "node", tmp_path / "other"
+    rank = start(archive, node, "python", "-c", SHOW)
+    end(rank)
+    (done,) = next(node.glob("pekoe-*-environments")).glob("*.done")
+    done.unlink()
+    done.symlink_to("/nowhere/at/all")
+    other.mkdir()
+    environ = {"PATH": os.environ["PATH"], "SLURM_TMPDIR": str(node), "TMPDIR": str(other)}
+    second = subprocess.run(
+        [sys.executable, "-I", "-S", str(WRAPPER), str(archive), "--seconds", "20", "--", "python3", "-c", SHOW],
+        env=environ, capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    assert second.stdout.startswith(str(environments(other)[0]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
