@@ -232,7 +232,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     target = arguments.target
     if target is None or (not Path(target).is_dir() and _is_site(target)):
-        from pekoe.launch.doctor import diagnose_cluster
+        from pekoe.launch.doctor.doctor import diagnose_cluster
 
         text, code = diagnose_cluster(target, config=arguments.config, as_json=arguments.json)
         print(text)

@@ -45,7 +45,7 @@ OWN_WRITES = {
     "launch/supervisor.py": "notes to the launcher in a private folder of this node",
     "launch/guardian.py": "notes to the launcher in a private folder of this node",
     "launch/local.py": "notes to the launcher in a private folder of this node",
-    "launch/doctor_filesystem.py": "tries what the filesystem does with exclusive names, in a folder that goes again",
+    "launch/doctor/filesystem_trial.py": "tries what the filesystem does with names, in a folder that goes again",
     "launch/node_cache.py": "compile caches on a disk of this node, and their locks",
     "launch/packed_environment.py": "what the archive holds, unpacked on a disk of this node; nothing is installed yet",
 }

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from pekoe.launch import doctor_devices, doctor_network, doctor_node, doctor_site, doctor_slurm, doctor_versions
-from pekoe.launch.doctor import _is_run, in_slurm
-from pekoe.launch.doctor_devices import RankDevice
-from pekoe.launch.doctor_imports import ImportFacts
-from pekoe.launch.doctor_network import LinkFacts, NetworkFacts
-from pekoe.launch.doctor_node import NodeFacts
-from pekoe.launch.doctor_probe import HostReport, RankReport, Said, TrialReport, heard
-from pekoe.launch.doctor_slurm import SlurmFacts
-from pekoe.launch.doctor_step import trial_config
-from pekoe.launch.doctor_trial import Outcome
-from pekoe.launch.doctor_versions import VersionFacts
-from pekoe.launch.doctor_world import judge as judge_world
+from pekoe.launch.doctor import device_check, network_check, node_check, site_check, slurm_check, version_check
+from pekoe.launch.doctor.cluster_trial import Outcome
+from pekoe.launch.doctor.device_check import RankDevice
+from pekoe.launch.doctor.doctor import _is_run, in_slurm
+from pekoe.launch.doctor.import_probe import ImportFacts
+from pekoe.launch.doctor.network_check import LinkFacts, NetworkFacts
+from pekoe.launch.doctor.node_check import NodeFacts
+from pekoe.launch.doctor.rank_probe import HostReport, RankReport, Said, TrialReport, heard
+from pekoe.launch.doctor.slurm_check import SlurmFacts
+from pekoe.launch.doctor.trial_step import trial_config
+from pekoe.launch.doctor.version_check import VersionFacts
+from pekoe.launch.doctor.world_check import judge as judge_world
 from pekoe.launch.environment import read
 from pekoe.pipeline.config.load import from_yaml_text
 from pekoe.pipeline.config.run import RunConfig
@@ -47,7 +47,7 @@ def slurm(**configuration: str) -> SlurmFacts:
         "ClusterName": "test", "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE", "KillWait": "30 sec",
         "MaxArraySize": "1001", "AccountingStorageType": "accounting_storage/slurmdbd", "JobRequeue": "1",
     }  # fmt: skip
-    commands = list(doctor_slurm.COMMANDS)
+    commands = list(slurm_check.COMMANDS)
     return SlurmFacts(commands, "24.05.1", 0.1, {**known, **configuration}, PARTITIONS, "")
 
 
@@ -68,21 +68,21 @@ def slurm(**configuration: str) -> SlurmFacts:
     ],
 )
 def test_what_a_run_may_expect(facts: dict[str, str], overrides: list[str], severity: str, text: str) -> None:
-    found = one(doctor_slurm.judge(slurm(**facts), config(*overrides), True), text)
+    found = one(slurm_check.judge(slurm(**facts), config(*overrides), True), text)
     assert found.severity == severity
     assert bool(found.next_step) == (severity != "ok")
 
 
 def test_slurm_that_lacks_or_does_not_answer() -> None:
-    assert doctor_slurm.judge(SlurmFacts([]), config(), False)[0].severity == "ok"
-    absent = doctor_slurm.judge(SlurmFacts([]), config(), True)
+    assert slurm_check.judge(SlurmFacts([]), config(), False)[0].severity == "ok"
+    absent = slurm_check.judge(SlurmFacts([]), config(), True)
     assert absent[0].severity == "problem"
     assert "login node" in absent[0].next_step
-    silent = SlurmFacts(list(doctor_slurm.COMMANDS), errors=["scontrol show config: no answer within 10 s"])
-    assert "no answer within 10 s" in one(doctor_slurm.judge(silent, config(), True), "does not answer").text
-    assert doctor_slurm.judge(silent, config(), False)[0].severity == "note"
+    silent = SlurmFacts(list(slurm_check.COMMANDS), errors=["scontrol show config: no answer within 10 s"])
+    assert "no answer within 10 s" in one(slurm_check.judge(silent, config(), True), "does not answer").text
+    assert slurm_check.judge(silent, config(), False)[0].severity == "note"
     partly = SlurmFacts(["sbatch", "scontrol", "squeue"], configuration={"ClusterName": "x"})
-    assert one(doctor_slurm.judge(partly, config(), True), "not on PATH").severity == "problem"
+    assert one(slurm_check.judge(partly, config(), True), "not on PATH").severity == "problem"
 
 
 @pytest.mark.parametrize(
@@ -97,30 +97,30 @@ def test_slurm_that_lacks_or_does_not_answer() -> None:
     ],
 )
 def test_partitions(overrides: list[str], severity: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_site, "ask", lambda *_: "4 gpu:h100:8\n")
+    monkeypatch.setattr(site_check, "ask", lambda *_: "4 gpu:h100:8\n")
     found = one(
-        doctor_site.judge(slurm(AccountingStorageType="none"), config("cluster.device=cuda", *overrides), True), text
+        site_check.judge(slurm(AccountingStorageType="none"), config("cluster.device=cuda", *overrides), True), text
     )
     assert found.severity == severity
     assert bool(found.next_step) == (severity != "ok")
 
 
 def test_keys_of_a_site_that_do_not_fit_each_other() -> None:
-    assert doctor_site.keys(config()) == []
-    wrong = doctor_site.keys(config("cluster.slurm.mpi=none", "cluster.slurm.extra=[--mem=1G]"))
+    assert site_check.keys(config()) == []
+    wrong = site_check.keys(config("cluster.slurm.mpi=none", "cluster.slurm.extra=[--mem=1G]"))
     assert [found.severity for found in wrong] == ["problem", "problem"]
     assert "cluster.slurm.mem" in one(wrong, "cluster.slurm.extra").text
 
 
 def test_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_site, "ask", lambda words, *_: "lab|normal,high\n" if "sacctmgr" in words else "")
+    monkeypatch.setattr(site_check, "ask", lambda words, *_: "lab|normal,high\n" if "sacctmgr" in words else "")
     facts = slurm(AccountingStorageEnforce="associations,limits,qos")
-    wrong = doctor_site.judge(facts, config("cluster.slurm.account=other", "cluster.slurm.qos=vip"), False)
+    wrong = site_check.judge(facts, config("cluster.slurm.account=other", "cluster.slurm.qos=vip"), False)
     assert one(wrong, "account 'other'").next_step == "cluster.slurm.account: lab"
     assert one(wrong, "quality of service 'vip'").severity == "problem"
-    right = doctor_site.judge(facts, config("cluster.slurm.account=lab", "cluster.slurm.qos=high"), False)
+    right = site_check.judge(facts, config("cluster.slurm.account=lab", "cluster.slurm.qos=high"), False)
     assert one(right, "account lab, qos high").severity == "ok"
-    lenient = doctor_site.judge(slurm(), config("cluster.slurm.account=other"), False)
+    lenient = site_check.judge(slurm(), config("cluster.slurm.account=other"), False)
     assert one(lenient, "account 'other'").severity == "note"
 
 
@@ -139,7 +139,7 @@ def test_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_generic_resources(offered: str, request_: str, given: bool) -> None:
-    assert doctor_site.has_gres(offered, request_) is given
+    assert site_check.has_gres(offered, request_) is given
 
 
 def test_which_sites_start_in_jobs() -> None:
@@ -198,13 +198,13 @@ def network(host: str, **values: Any) -> NetworkFacts:
     ],
 )
 def test_networks(values: dict[str, Any], link: dict[str, Any], severity: str, text: str) -> None:
-    found = one(doctor_network.judge([network("n1"), network("n2", **values)], LinkFacts(**link)), text)
+    found = one(network_check.judge([network("n1"), network("n2", **values)], LinkFacts(**link)), text)
     assert found.severity == severity
     assert bool(found.next_step) == (severity != "ok")
 
 
 def test_what_a_rank_measures_of_its_network() -> None:
-    facts = doctor_network.measure(
+    facts = network_check.measure(
         read({}, "here"), {"HTTP_PROXY": "http://me:secret@proxy:80", "GLOO_SOCKET_IFNAME": "nosuch"}
     )
     assert "nosuch" in facts.error
@@ -240,7 +240,7 @@ def node(**values: Any) -> NodeFacts:
     ],
 )
 def test_nodes(values: dict[str, Any], cpus: int | None, severity: str, text: str) -> None:
-    found = one(doctor_node.judge([node(**values)], cpus, {"cuda"}), text)
+    found = one(node_check.judge([node(**values)], cpus, {"cuda"}), text)
     assert found.severity == severity
     assert bool(found.next_step) == (severity != "ok")
 
@@ -255,19 +255,19 @@ def versions(host: str, **values: Any) -> VersionFacts:
 
 
 def test_versions() -> None:
-    assert all(found.severity == "ok" for found in doctor_versions.judge_one(versions("n1"), "cuda"))
-    old = doctor_versions.judge_one(versions("n1", hdf5="1.10.4", python="3.10.2", packages={"torch": "2.9.0"}), "npu")
+    assert all(found.severity == "ok" for found in version_check.judge_one(versions("n1"), "cuda"))
+    old = version_check.judge_one(versions("n1", hdf5="1.10.4", python="3.10.2", packages={"torch": "2.9.0"}), "npu")
     for text in ("HDF5 1.10.4 under h5py", "python 3.10.2 is too old", "transformers, h5py, mpi4py: not installed",
                  "torch is a build for cuda 12.8, but cluster.device is npu"):  # fmt: skip
         assert one(old, text).severity == "problem"
         assert one(old, text).next_step
-    assert doctor_versions.judge_same([versions("n1"), versions("n2")])[0].text == "the same on n1, n2"
-    differs = doctor_versions.judge_same([versions("n1"), versions("n2", python="3.12.1")])
+    assert version_check.judge_same([versions("n1"), versions("n2")])[0].text == "the same on n1, n2"
+    differs = version_check.judge_same([versions("n1"), versions("n2", python="3.12.1")])
     assert differs[0].severity == "problem"
     assert differs[0].text == "python differs: 3.11.7 on n1; 3.12.1 on n2"
     assert (
-        doctor_versions.measure("here").torch_build in ("cpu", "cpu + npu")
-        or "cuda" in doctor_versions.measure("here").torch_build
+        version_check.measure("here").torch_build in ("cpu", "cpu + npu")
+        or "cuda" in version_check.measure("here").torch_build
     )
 
 
@@ -295,13 +295,13 @@ NPU_SMI = """
 
 
 def test_tables_of_npu_smi() -> None:
-    devices, holders = doctor_devices.ascend_tables(NPU_SMI)
+    devices, holders = device_check.ascend_tables(NPU_SMI)
     assert [(one.index, one.name, one.total >> 20, one.free >> 20) for one in devices] == [
         ("0", "910B2", 65536, 5536), ("1", "910B2", 65536, 62536),
     ]  # fmt: skip
     assert [(one.device, one.pid, one.name, one.bytes >> 20) for one in holders] == [("0", 4194000, "python3", 56000)]
-    facts = doctor_devices.DeviceFacts("n1", devices, holders)
-    found = doctor_devices.judge(
+    facts = device_check.DeviceFacts("n1", devices, holders)
+    found = device_check.judge(
         [facts], [("n1", RankDevice("ASCEND_RT_VISIBLE_DEVICES", ["0"], "0"))], [("n1", "npu", 2)], "npu", 2
     )
     assert "kill 4194000" in one(found, "pid 4194000 (python3) holds 54.7 GiB").next_step
@@ -310,14 +310,14 @@ def test_tables_of_npu_smi() -> None:
 def test_devices_of_ranks() -> None:
     step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3", "SLURM_NODEID": "0",
             "SLURM_STEP_TASKS_PER_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}  # fmt: skip
-    crowded = doctor_devices.device_of(read(step, "n1"), "cuda")
+    crowded = device_check.device_of(read(step, "n1"), "cuda")
     assert "8 ranks on n1 but 4 visible devices" in crowded.error
-    found = doctor_devices.judge([], [("n1", crowded)], [("n1", "cuda", 0)], "cuda", 8)
+    found = device_check.judge([], [("n1", crowded)], [("n1", "cuda", 0)], "cuda", 8)
     assert one(found, "rank 0: CUDA_VISIBLE_DEVICES").severity == "problem"
     assert one(found, "torch sees no cuda device").severity == "problem"
-    fine = doctor_devices.device_of(read({**step, "SLURM_STEP_TASKS_PER_NODE": "4"}, "n1"), "auto")
+    fine = device_check.device_of(read({**step, "SLURM_STEP_TASKS_PER_NODE": "4"}, "n1"), "auto")
     assert (fine.variable, fine.name) == ("CUDA_VISIBLE_DEVICES", "3")
-    assert doctor_devices.judge([], [], [("n1", "cpu", 1)], "cpu", 2)[0].text == "n1: cpu"
+    assert device_check.judge([], [], [("n1", "cpu", 1)], "cpu", 2)[0].text == "n1: cpu"
 
 
 def outcome(**values: Any) -> Outcome:
@@ -328,7 +328,7 @@ def report(*places: tuple[str, int], seconds: float = 2.0) -> TrialReport:
     device = RankDevice()
     hosts = {
         host: HostReport(
-            host, versions(host), node(), network(host), doctor_devices.DeviceFacts(host), ImportFacts(seconds)
+            host, versions(host), node(), network(host), device_check.DeviceFacts(host), ImportFacts(seconds)
         )
         for host, _ in places
     }

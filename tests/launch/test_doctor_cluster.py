@@ -14,7 +14,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from pekoe.launch.doctor import diagnose_cluster
+from pekoe.launch.doctor.doctor import diagnose_cluster
 text, code = diagnose_cluster(sys.argv[1] or None, config=sys.argv[2] or None, as_json=True)
 heavy = {'torch', 'mpi4py', 'transformers'} & set(sys.modules)
 assert not heavy, heavy
@@ -101,14 +101,14 @@ def test_locks_that_are_refused_are_no_problem(tmp_path: Path) -> None:
 
 def test_ranks_that_find_no_world_say_so(tmp_path: Path) -> None:
     """As under `srun --mpi=none`: the process manager counts two, MPI counts one."""
-    from pekoe.launch.doctor_probe import heard
+    from pekoe.launch.doctor.rank_probe import heard
 
     spec = json.dumps({"num_ranks": 2, "fileroot": str(tmp_path), "folder": ".t", "device": "cpu"})
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PMI", "OMPI"))}
     step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
-        [sys.executable, "-m", "pekoe.launch.doctor_probe", spec], env={**kept, **step}, capture_output=True, text=True,
-        timeout=60,
+        [sys.executable, "-m", "pekoe.launch.doctor.rank_probe", spec], env={**kept, **step}, capture_output=True,
+        text=True, timeout=60,
     )  # fmt: skip
     said = [one for line in done.stdout.splitlines() if (one := heard(line))]
     assert done.returncode == 0, done.stderr
@@ -130,12 +130,12 @@ reward: {{name: gsm8k}}
 
 
 def test_models_and_data_of_a_run(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
-    from pekoe.launch import doctor_models
+    from pekoe.launch.doctor import model_check
     from pekoe.pipeline.config.load import load
 
     whole = tmp_path / "whole.yaml"
     whole.write_text(RUN.format(root=tmp_path, model=tiny_model, data=sums))
-    texts = [(one.severity, one.text) for one in doctor_models.judge(load(whole))]
+    texts = [(one.severity, one.text) for one in model_check.judge(load(whole))]
     assert ("ok", f"model {tiny_model}: every file is there") in texts
     assert any(text.startswith("disk: ") for _, text in texts)
     model = tmp_path / "model"
@@ -148,7 +148,7 @@ def test_models_and_data_of_a_run(tmp_path: Path, tiny_model: Path, sums: Path) 
     (model / "model-1.safetensors").symlink_to(tmp_path / "gone")
     broken = tmp_path / "broken.yaml"
     broken.write_text(RUN.format(root=tmp_path, model=model, data=tmp_path / "nothing.jsonl"))
-    found = doctor_models.judge(load(broken))
+    found = model_check.judge(load(broken))
     problems = [one for one in found if one.severity == "problem"]
     assert len(problems) == 2
     assert "model-1.safetensors (a symbolic link to nothing) and 1 more of its 2 shards" in problems[0].text
@@ -165,7 +165,7 @@ def script(folder: Path, name: str, body: str) -> Path:
 
 
 def test_no_scontrol_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pekoe.launch import doctor_slurm
+    from pekoe.launch.doctor import slurm_check
     from pekoe.pipeline.config.load import from_yaml_text
 
     tools = tmp_path / "tools"
@@ -174,14 +174,14 @@ def test_no_scontrol_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         script(tools, name, "exit 0")
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin-without-slurm:/bin-without-slurm")
     (tools / "bash").symlink_to("/bin/bash")
-    found = doctor_slurm.judge(doctor_slurm.measure(), from_yaml_text("", ["cluster.continue_by=requeue"]), True)
+    found = slurm_check.judge(slurm_check.measure(), from_yaml_text("", ["cluster.continue_by=requeue"]), True)
     assert [one.severity for one in found] == ["note"]
     assert "Slurm 24.05.1; scontrol is not here" in found[0].text
     assert "chain does not" in found[0].next_step
 
 
 def test_who_holds_a_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pekoe.launch import doctor_devices
+    from pekoe.launch.doctor import device_check
 
     holder = subprocess.Popen(["sleep", "60"])
     try:
@@ -197,13 +197,13 @@ def test_who_holds_a_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
             """,
         )  # fmt: skip
         monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-        facts = doctor_devices.measure("n1")
+        facts = device_check.measure("n1")
     finally:
         holder.kill()
         holder.wait()
     assert facts.error == ""
-    visible = doctor_devices.RankDevice("CUDA_VISIBLE_DEVICES", ["0", "1"], "0")
-    found = doctor_devices.judge([facts], [("n1", visible)], [("n1", "cuda", 2)], "cuda", 2)
+    visible = device_check.RankDevice("CUDA_VISIBLE_DEVICES", ["0", "1"], "0")
+    found = device_check.judge([facts], [("n1", visible)], [("n1", "cuda", 2)], "cuda", 2)
     held = [one for one in found if "pid" in one.text]
     assert len(held) == 1
     assert "device 0 (NVIDIA H100 80GB HBM3): 19.5 GiB of 79.6 GiB free" in held[0].text

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from pekoe.launch import doctor_filesystem
-from pekoe.launch.doctor_filesystem import FilesystemFacts, exercise, filesystem_kind
-from pekoe.launch.doctor_filesystem_findings import judge
-from pekoe.launch.doctor_pair import Pair, attempt, seconds_until
-from pekoe.launch.doctor_quota import used_share
+from pekoe.launch.doctor import filesystem_trial
+from pekoe.launch.doctor.filesystem_check import judge
+from pekoe.launch.doctor.filesystem_trial import FilesystemFacts, exercise, filesystem_kind
+from pekoe.launch.doctor.quota import used_share
+from pekoe.launch.doctor.rank_pair import Pair, attempt, seconds_until
 from pekoe.pipeline import files
 from pekoe.pipeline.runs.finding import Finding
 
@@ -27,7 +27,7 @@ SECONDS = 20.0
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_filesystem, "REPLACE_SECONDS", 0.3)
+    monkeypatch.setattr(filesystem_trial, "REPLACE_SECONDS", 0.3)
 
 
 class Meeting:
@@ -125,7 +125,7 @@ def test_a_quota_that_is_exceeded_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(files.disk, "write", refuse)
-    monkeypatch.setattr("pekoe.launch.doctor_filesystem._clocks", lambda *_: None)
+    monkeypatch.setattr("pekoe.launch.doctor.filesystem_trial._clocks", lambda *_: None)
     _, findings = tried(tmp_path)
     assert len(problems(findings)) == 1
     assert "writing fails: EDQUOT" in problems(findings)[0]
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made() -> None:
 def test_a_folder_of_each_node_alone_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda self: not in_watcher() and original(self))
-    monkeypatch.setattr(doctor_filesystem, "VISIBLE_SECONDS", 0.2)
+    monkeypatch.setattr(filesystem_trial, "VISIBLE_SECONDS", 0.2)
     _, findings = tried(tmp_path)
     assert len(problems(findings)) == 1
     assert "a folder made on n1 was not seen on n2" in problems(findings)[0]
@@ -171,7 +171,7 @@ def test_a_filesystem_whose_exclusive_names_and_renames_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims that both win; a replacement that a reader sees in the middle."""
-    monkeypatch.setattr("pekoe.launch.doctor_filesystem._create", lambda names: list(range(len(names))))
+    monkeypatch.setattr("pekoe.launch.doctor.filesystem_trial._create", lambda names: list(range(len(names))))
     original = files.write_bytes
 
     def in_place(path: Path, data: bytes) -> None:

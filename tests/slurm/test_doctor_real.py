@@ -14,7 +14,7 @@ from virtual_cluster import Cluster
 pytestmark = pytest.mark.slurm
 
 PROGRAM = (
-    "import sys; from pekoe.launch.doctor import diagnose_cluster; "
+    "import sys; from pekoe.launch.doctor.doctor import diagnose_cluster; "
     "text, code = diagnose_cluster(sys.argv[1] or None, as_json=True); print(text); sys.exit(code)"
 )
 SECONDS = 60.0

@@ -1,7 +1,7 @@
 """What a shared filesystem really does between two nodes, measured: names, renames, claims, locks, clocks, room.
 
 Two ranks work on a folder of their own under `cluster.fileroot` (`Pair`); every exercise is bounded in time, and the
-folder is removed at the end. What the figures mean is said in `doctor_filesystem_findings`.
+folder is removed at the end. What the figures mean is said in `filesystem_check`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pekoe.launch.doctor_pair import WRITER, Done, Pair, attempt, seconds_until
+from pekoe.launch.doctor.rank_pair import WRITER, Done, Pair, attempt, seconds_until
 from pekoe.pipeline import files
 
 VISIBLE_SECONDS = 6.0
@@ -283,7 +283,7 @@ def _locks(pair: Pair, facts: FilesystemFacts, path: Path) -> None:
 
 def _shard(pair: Pair, facts: FilesystemFacts, path: Path) -> None:
     """A real shard, written by one rank and verified by the other."""
-    from pekoe.launch.doctor_shard import read_trial_shard, write_trial_shard
+    from pekoe.launch.doctor.trial_shard import read_trial_shard, write_trial_shard
 
     wrote = pair.writer_does(lambda: write_trial_shard(path))
     pair.watcher_does(lambda: seconds_until(path.exists, VISIBLE_SECONDS))
@@ -317,7 +317,7 @@ def _server_skew(path: Path) -> float:
 
 def _room(pair: Pair, facts: FilesystemFacts, folder: Path) -> None:
     """Free room, as the filesystem and its quota say, and as a real write finds it."""
-    from pekoe.launch.doctor_quota import quota_words
+    from pekoe.launch.doctor.quota import quota_words
 
     said = pair.writer_does(lambda: _free(folder))
     facts.free_bytes, facts.free_files = said.value or (0, None)

@@ -9,7 +9,7 @@ import subprocess
 
 from pekoe.launch.allocation import place
 from pekoe.launch.batch_script import BatchJob, batch_script, gres_request, nodes_needed
-from pekoe.launch.doctor_slurm import AREA, ASK_SECONDS, SlurmFacts, default_partition, keeps_accounts
+from pekoe.launch.doctor.slurm_check import AREA, ASK_SECONDS, SlurmFacts, default_partition, keeps_accounts
 from pekoe.launch.slurm_commands import SlurmError, ask, without_identity
 from pekoe.pipeline.config.cluster_checks import CLUSTER_CHECKS
 from pekoe.pipeline.config.durations import duration_seconds

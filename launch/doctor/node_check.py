@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from pekoe.launch import rank_environment
-from pekoe.launch.doctor_filesystem import filesystem_kind
-from pekoe.launch.doctor_pair import attempt
+from pekoe.launch.doctor.filesystem_trial import filesystem_kind
+from pekoe.launch.doctor.rank_pair import attempt
 from pekoe.launch.environment import Facts
 from pekoe.pipeline.runs.disk_estimate import amount
 from pekoe.pipeline.runs.finding import Finding, note, ok, problem

@@ -1,7 +1,7 @@
 """A child process that loads the heavy libraries and says how long it took and what they found; `pekoe doctor` starts
 it with a time limit, since a broken library may hang or end the process.
 
-    python -m pekoe.launch.doctor_imports DEVICE
+    python -m pekoe.launch.doctor.import_probe DEVICE
 
 Neither MPI_Init is called nor a device context kept.
 """
@@ -17,7 +17,7 @@ import time
 
 import msgspec
 
-from pekoe.launch.doctor_pair import attempt
+from pekoe.launch.doctor.rank_pair import attempt
 
 IMPORT_SECONDS = 40.0
 
@@ -59,7 +59,7 @@ class Imports:
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pekoe.launch.doctor_imports", kind],
+            [sys.executable, "-m", "pekoe.launch.doctor.import_probe", kind],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._began = time.monotonic()

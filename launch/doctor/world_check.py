@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from pekoe.launch.doctor_probe import HostReport, TrialReport
-from pekoe.launch.doctor_trial import QUEUE_SECONDS, TRIAL_SECONDS, Outcome
+from pekoe.launch.doctor.cluster_trial import QUEUE_SECONDS, TRIAL_SECONDS, Outcome
+from pekoe.launch.doctor.rank_probe import HostReport, TrialReport
 from pekoe.pipeline.runs.finding import Finding, counted, first_few, note, ok, problem
 
 AREA = "world"

@@ -48,7 +48,7 @@ def measure(host: str) -> VersionFacts:
         python=platform.python_version(),
         executable=sys.executable,
         platform=f"{platform.release()} {platform.machine()}",
-        pekoe=f"{_version('pekoe')} in {Path(__file__).resolve().parents[1]}",
+        pekoe=f"{_version('pekoe')} in {Path(__file__).resolve().parents[2]}",
         packages=found,
         torch_build=torch_build(found),
         hdf5=_hdf5(),

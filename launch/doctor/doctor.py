@@ -1,9 +1,9 @@
 """`pekoe doctor [CLUSTER] [CONFIG]`: is this machine, and the cluster behind it, fit for a run? What to do where not.
 
     versions, MPI, Slurm, the site's keys, models ─┐   asked here, each with a time limit
-    a real world on two nodes (`doctor_trial`) ────┴─► findings ─► the same report as of a run's doctor
+    a real world on two nodes (`cluster_trial`) ────┴─► findings ─► the same report as of a run's doctor
 
-One file per kind of check, `doctor_*.py`: what is measured (on this machine or by a rank), and what it means. Takes at
+One file per kind of check, `*_check`: what is measured (on this machine or by a rank), and what it means. Takes at
 most about a minute, submits at most one job of seconds, and leaves nothing behind. Imports neither torch nor MPI.
 """
 
@@ -15,22 +15,21 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from pekoe.launch import (
-    doctor_devices,
-    doctor_filesystem_findings,
-    doctor_models,
-    doctor_mpi,
-    doctor_network,
-    doctor_node,
-    doctor_site,
-    doctor_slurm,
-    doctor_trial,
-    doctor_versions,
-    doctor_world,
-    environment,
-    slurm_commands,
+from pekoe.launch import environment, slurm_commands
+from pekoe.launch.doctor import (
+    cluster_trial,
+    device_check,
+    filesystem_check,
+    model_check,
+    mpi_check,
+    network_check,
+    node_check,
+    site_check,
+    slurm_check,
+    version_check,
+    world_check,
 )
-from pekoe.launch.doctor_trial import Outcome
+from pekoe.launch.doctor.cluster_trial import Outcome
 from pekoe.launch.environment import Facts
 from pekoe.pipeline.config.load import from_yaml_text, load, read_site, site_names
 from pekoe.pipeline.config.run import RunConfig
@@ -78,12 +77,10 @@ def examine(config: RunConfig, site: str | None, has_config: bool, across_nodes:
     needed = in_slurm(config, site, facts)
     where, num_nodes = _place_of_trial(facts, needed, across_nodes)
     checks = {
-        "versions": lambda: doctor_versions.judge_one(
-            doctor_versions.measure(socket.gethostname()), config.cluster.device
-        ),
-        "mpi": lambda: doctor_mpi.examine(config, needed and slurm_commands.is_there()),
+        "versions": lambda: version_check.judge_one(version_check.measure(socket.gethostname()), config.cluster.device),
+        "mpi": lambda: mpi_check.examine(config, needed and slurm_commands.is_there()),
         "slurm": lambda: _slurm(config, needed, has_config),
-        "models": lambda: doctor_models.judge(config) if has_config else [],
+        "models": lambda: model_check.judge(config) if has_config else [],
     }
     asked = {area: _Asked(area, check) for area, check in checks.items()}
     trial = _trial(config, site, where, num_nodes)
@@ -111,33 +108,33 @@ def _place_of_trial(facts: Facts, needed: bool, across_nodes: bool | None) -> tu
 
 
 def _slurm(config: RunConfig, needed: bool, has_config: bool) -> list[Finding]:
-    found = doctor_slurm.measure()
-    findings = doctor_slurm.judge(found, config, needed)
+    found = slurm_check.measure()
+    findings = slurm_check.judge(found, config, needed)
     if not has_config:
-        findings += doctor_site.keys(config)
+        findings += site_check.keys(config)
     if "sbatch" in found.commands and found.configuration and needed:
-        findings += doctor_site.judge(found, config, has_config)
+        findings += site_check.judge(found, config, has_config)
         if has_config:
-            findings += doctor_site.test_only(config)
+            findings += site_check.test_only(config)
     return findings
 
 
 def _trial(config: RunConfig, site: str | None, where: str, num_nodes: int) -> list[Finding]:
     try:
-        outcome = doctor_trial.run_trial(config, where, num_nodes)
+        outcome = cluster_trial.run_trial(config, where, num_nodes)
     except (ValueError, OSError) as error:
         step = "correct the keys that it names; the rest was not tried on two nodes"
-        return [problem(doctor_world.AREA, f"no trial can be made: {error}", step)]
-    found = [*doctor_world.judge(outcome, site), *_after_trial(config, outcome)]
+        return [problem(world_check.AREA, f"no trial can be made: {error}", step)]
+    found = [*world_check.judge(outcome, site), *_after_trial(config, outcome)]
     if where == "here" and slurm_commands.is_there():
         sites = first_few(site_names())
         text = (
             f"no nodes of the cluster were tried; `pekoe doctor CLUSTER` tries two (CLUSTER: {sites}, or a YAML file)"
         )
-        found.append(ok(doctor_world.AREA, text))
+        found.append(ok(world_check.AREA, text))
     elif where == "job" and num_nodes == 1:
         text = "this job has one node: what needs two was not tried"
-        found.append(note(doctor_world.AREA, text, "salloc --nodes=2 …, or at a login node: pekoe doctor CLUSTER"))
+        found.append(note(world_check.AREA, text, "salloc --nodes=2 …, or at a login node: pekoe doctor CLUSTER"))
     return found
 
 
@@ -146,24 +143,22 @@ def _after_trial(config: RunConfig, outcome: Outcome) -> list[Finding]:
     report = outcome.report
     if report is None:
         return []
-    hosts = doctor_world.host_reports(report)
+    hosts = world_check.host_reports(report)
     cluster = config.cluster
     root = Path(cluster.fileroot).expanduser().absolute()
     kinds = [(host.host, host.imports.device, host.imports.num_devices) for host in hosts if host.imports is not None]
-    found = doctor_versions.judge_same([host.versions for host in hosts])
+    found = version_check.judge_same([host.versions for host in hosts])
     if report.filesystem is not None:
-        found += doctor_filesystem_findings.judge(report.filesystem)
+        found += filesystem_check.judge(report.filesystem)
         if not root.is_dir():
-            found.append(
-                ok(doctor_filesystem_findings.AREA, f"{root} is not there yet: {report.filesystem.root} was tried")
-            )
-    found += doctor_network.judge([host.network for host in hosts], report.link)
-    found += doctor_devices.judge(
+            found.append(ok(filesystem_check.AREA, f"{root} is not there yet: {report.filesystem.root} was tried"))
+    found += network_check.judge([host.network for host in hosts], report.link)
+    found += device_check.judge(
         [host.devices for host in hosts], [(rank.host, rank.device) for rank in report.ranks],
         [kind for kind in kinds if kind[1]], cluster.device, outcome.num_ranks // outcome.num_nodes,
     )  # fmt: skip
     used = {kind for _, kind, _ in kinds}
-    return found + doctor_node.judge([host.node for host in hosts], cluster.slurm.cpus_per_task, used)
+    return found + node_check.judge([host.node for host in hosts], cluster.slurm.cpus_per_task, used)
 
 
 class _Asked:

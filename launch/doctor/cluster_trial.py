@@ -1,8 +1,8 @@
 """A real world for some seconds: two nodes of the site, started as a run's world is, or two ranks on this machine.
 
-    in a job:    doctor_step ─► srun (or mpiexec) ─► doctor_probe on every rank
-    at a login:  salloc ─► the site's set-up lines ─► doctor_step ─► …
-    else:        mpiexec ─► doctor_probe
+    in a job:    trial_step ─► srun (or mpiexec) ─► rank_probe on every rank
+    at a login:  salloc ─► the site's set-up lines ─► trial_step ─► …
+    else:        mpiexec ─► rank_probe
 
 Bounded in time, and nothing stays: the job ends with this process, the trial's folder is removed.
 """
@@ -27,8 +27,8 @@ import msgspec
 from pekoe.launch import slurm_commands
 from pekoe.launch.allocation import place
 from pekoe.launch.batch_script import BatchJob, batch_script
-from pekoe.launch.doctor_probe import Said, Spec, TrialReport, heard
-from pekoe.launch.doctor_step import PROGRAM, trial_config
+from pekoe.launch.doctor.rank_probe import Said, Spec, TrialReport, heard
+from pekoe.launch.doctor.trial_step import PROGRAM, trial_config
 from pekoe.launch.environment import for_step
 from pekoe.launch.local import find_mpiexec, mpiexec_arguments
 from pekoe.launch.slurm_commands import without_identity
@@ -85,7 +85,7 @@ def run_trial(config: RunConfig, where: str, num_nodes: int) -> Outcome:
         command = mpiexec_arguments(find_mpiexec(), ranks, [*PROGRAM, probe])
         outcome.how = "mpiexec on this machine"
     else:
-        step = [sys.executable, "-m", "pekoe.launch.doctor_step", to_yaml(small), probe]
+        step = [sys.executable, "-m", "pekoe.launch.doctor.trial_step", to_yaml(small), probe]
         command, outcome.how = step, "this job"
         if where == "login":
             command, outcome.salloc = _allocation(small, step)

@@ -1,7 +1,7 @@
 """The program of each rank of the doctor's trial: joins the world as a rank of a run does, looks around, tries things
 with the other ranks, and says what it found on its standard output.
 
-    python -u -m pekoe.launch.doctor_probe '{"num_ranks": 4, "fileroot": …}'
+    python -u -m pekoe.launch.doctor.rank_probe '{"num_ranks": 4, "fileroot": …}'
 
 `Said` lines are all that it prints there. It ends with 0 whenever it could say something: what was found is judged by
 who started it.
@@ -16,10 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from pekoe.launch import doctor_devices, doctor_network, doctor_node, doctor_versions, environment
-from pekoe.launch.doctor_filesystem import FilesystemFacts, exercise
-from pekoe.launch.doctor_imports import ImportFacts, Imports
-from pekoe.launch.doctor_pair import Pair
+from pekoe.launch import environment
+from pekoe.launch.doctor import device_check, network_check, node_check, version_check
+from pekoe.launch.doctor.filesystem_trial import FilesystemFacts, exercise
+from pekoe.launch.doctor.import_probe import ImportFacts, Imports
+from pekoe.launch.doctor.rank_pair import Pair
 from pekoe.launch.environment import Facts
 from pekoe.launch.world import World, WorldSettings, WorldSizeError
 
@@ -44,10 +45,10 @@ class HostReport(msgspec.Struct):
     """Of one host, by its first rank."""
 
     host: str
-    versions: doctor_versions.VersionFacts
-    node: doctor_node.NodeFacts
-    network: doctor_network.NetworkFacts
-    devices: doctor_devices.DeviceFacts
+    versions: version_check.VersionFacts
+    node: node_check.NodeFacts
+    network: network_check.NetworkFacts
+    devices: device_check.DeviceFacts
     imports: ImportFacts | None = None
 
 
@@ -59,7 +60,7 @@ class RankReport(msgspec.Struct):
     launcher: str
     local_rank: int
     local_size: int | None
-    device: doctor_devices.RankDevice
+    device: device_check.RankDevice
     host_report: HostReport | None = None
 
 
@@ -72,7 +73,7 @@ class TrialReport(msgspec.Struct):
     round_trip_seconds: float
     """All ranks hear from all ranks, over MPI."""
     filesystem: FilesystemFacts | None = None
-    link: doctor_network.LinkFacts | None = None
+    link: network_check.LinkFacts | None = None
 
 
 class Said(msgspec.Struct):
@@ -116,7 +117,7 @@ def _examine(world: World, spec: Spec, began: float, imports: Imports | None) ->
     watcher = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), min(1, world.size - 1))
     mine = RankReport(
         world.rank, facts.host, facts.launcher, facts.local_rank, facts.local_size,
-        doctor_devices.device_of(facts, spec.device),
+        device_check.device_of(facts, spec.device),
     )  # fmt: skip
     first_here = hosts.index(hosts[world.rank]) == world.rank
     if first_here:
@@ -125,7 +126,7 @@ def _examine(world: World, spec: Spec, began: float, imports: Imports | None) ->
     pair = Pair(world, watcher)
     link = filesystem = None
     if world.size > 1:
-        link = doctor_network.connect(pair, world.num_hosts)
+        link = network_check.connect(pair, world.num_hosts)
         _phase(world, "a connection was tried")
         root = Path(spec.fileroot)
         filesystem = exercise(pair, root, root / spec.folder, hosts)
@@ -141,10 +142,10 @@ def _examine(world: World, spec: Spec, began: float, imports: Imports | None) ->
 def _host_report(facts: Facts) -> HostReport:
     return HostReport(
         host=facts.host,
-        versions=doctor_versions.measure(facts.host),
-        node=doctor_node.measure(facts, os.environ),
-        network=doctor_network.measure(facts, os.environ),
-        devices=doctor_devices.measure(facts.host),
+        versions=version_check.measure(facts.host),
+        node=node_check.measure(facts, os.environ),
+        network=network_check.measure(facts, os.environ),
+        devices=device_check.measure(facts.host),
     )
 
 

@@ -1,6 +1,6 @@
 """Inside a Slurm allocation: becomes the launcher of the doctor's trial, made as a run's driver makes it.
 
-python -m pekoe.launch.doctor_step CONFIGURATION PROBE        (both as text: YAML, JSON)
+python -m pekoe.launch.doctor.trial_step CONFIGURATION PROBE        (both as text: YAML, JSON)
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 
 from pekoe.launch import environment
 from pekoe.launch.allocation import place
-from pekoe.launch.doctor_probe import Said, say
+from pekoe.launch.doctor.rank_probe import Said, say
 from pekoe.launch.step_command import Step, choose_launcher, choose_mpi, step_command
 from pekoe.pipeline.config.load import from_yaml_text
 from pekoe.pipeline.config.run import RunConfig
 
-PROGRAM = ("-m", "pekoe.launch.doctor_probe")
+PROGRAM = ("-m", "pekoe.launch.doctor.rank_probe")
 TRIAL_MINUTES = "3"
 """Time limit of the job, should nobody end it."""
 

@@ -11,7 +11,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from pekoe.launch import network, proxies
-from pekoe.launch.doctor_pair import Pair
+from pekoe.launch.doctor.rank_pair import Pair
 from pekoe.launch.environment import Facts
 from pekoe.launch.rendezvous import is_loopback, listen, split_address
 from pekoe.pipeline.runs.finding import Finding, note, ok, problem

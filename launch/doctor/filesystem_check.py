@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pekoe.launch.doctor_filesystem import VISIBLE_SECONDS, FilesystemFacts
-from pekoe.launch.doctor_quota import NEARLY, used_share
+from pekoe.launch.doctor.filesystem_trial import VISIBLE_SECONDS, FilesystemFacts
+from pekoe.launch.doctor.quota import NEARLY, used_share
 from pekoe.pipeline.runs.finding import Finding, counted, note, ok, problem
 
 AREA = "shared filesystem"
