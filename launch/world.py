@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from pekoe.launch import environment
+from pekoe.launch import environment, mpi_transport
 from pekoe.launch.environment import Facts
 from pekoe.launch.error_record import record_path
 from pekoe.launch.exchange import LONGEST_PAUSE, SHORTEST_PAUSE, Exchange
@@ -125,7 +125,7 @@ class World:
         state.set_phase("mpi init")
         state.reports.limit(settings.setup_seconds)
         state.reports.tell(grace=settings.grace_seconds + settings.abort_seconds)
-        communicator = _start_mpi()
+        communicator = _start_mpi(facts.launcher)
         state.reports.tell(shared_memory=mapped_files())
         state.set_phase("joining")
         if communicator.Get_size() != world_size:
@@ -406,13 +406,16 @@ def _with_neighbours(facts: Facts, hosts: Sequence[str]) -> Facts:
     return replace(facts, local_rank=here.index(facts.rank), local_size=len(here))
 
 
-def _start_mpi() -> MPI.Intracomm:
+def _start_mpi(launcher: str) -> MPI.Intracomm:
     import mpi4py
 
-    mpi4py.rc.thread_level = "funneled"
+    mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     from mpi4py import MPI
 
+    if not MPI.Is_initialized():
+        os.environ.update(mpi_transport.variables(os.environ, launcher, MPI.Get_library_version()))
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
     if MPI.Query_thread() < MPI.THREAD_FUNNELED:
         raise RuntimeError("MPI gives less than thread level FUNNELED: worker threads are not safe with this library")
     return MPI.COMM_WORLD
