@@ -14,6 +14,8 @@ from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.run import RunConfig
 
+POLLS_PER_LEASE = 8
+"""Looks at the files within a lease, at least."""
 LONGEST_HEARTBEAT_SECONDS = 5.0
 """A rank that was not heard for 15 s is called silent by whoever looks at the run directory."""
 
@@ -237,7 +239,10 @@ def _check_no_rollout(config: RunConfig, placement: PlacementFacts, findings: Fi
         )  # fmt: skip
     evaluator = config.evaluator
     if evaluator.freq_steps or evaluator.at_start or evaluator.at_end:
-        findings.wrong("allocation", str(placement), "has no rollout part, and the evaluator needs one; allowed: one")
+        findings.wrong(
+            "allocation", str(placement), "has no rollout part, and the evaluator needs one; allowed: one, or "
+            "evaluator.freq_steps null with evaluator.at_start and evaluator.at_end false",
+        )  # fmt: skip
 
 
 def _check_heartbeats(config: RunConfig, findings: Findings) -> None:
@@ -249,6 +254,24 @@ def _check_heartbeats(config: RunConfig, findings: Findings) -> None:
             "cluster.heartbeat_seconds", cluster.heartbeat_seconds,
             f"is not allowed; allowed: <= {most:g} (at most {LONGEST_HEARTBEAT_SECONDS:g}, and a third of "
             f"cluster.silence_seconds, {cluster.silence_seconds:g})",
+        )  # fmt: skip
+
+
+def _check_rollout_array(config: RunConfig, findings: Findings) -> None:
+    """A world that is looked at, or that speaks, less often than its lease allows would always be taken for dead."""
+    array = config.rollout_array
+    if not array.enabled:
+        return
+    if array.poll_seconds > array.lease_seconds / POLLS_PER_LEASE:
+        findings.wrong(
+            "rollout_array.poll_seconds", array.poll_seconds,
+            f"is not allowed; allowed: <= {array.lease_seconds / POLLS_PER_LEASE:g} (rollout_array.lease_seconds, "
+            f"{array.lease_seconds:g}, / {POLLS_PER_LEASE})",
+        )  # fmt: skip
+    if array.orphan_seconds < array.lease_seconds:
+        findings.wrong(
+            "rollout_array.orphan_seconds", array.orphan_seconds, "would end worlds that the head still waits for; "
+            f"allowed: >= rollout_array.lease_seconds ({array.lease_seconds:g})",
         )  # fmt: skip
 
 
@@ -267,6 +290,7 @@ CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_rollout,
     _check_evaluation,
     _check_heartbeats,
+    _check_rollout_array,
     _check_time_limit,
     *CLUSTER_CHECKS,
 )

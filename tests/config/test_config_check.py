@@ -344,3 +344,14 @@ def test_paths_that_are_no_repository_ids_are_plainly_missing(folder: Path) -> N
         ]
     assert "is not a folder" in problems("actor.path=train.jsonl")[0]
     assert problems("actor.path=")[0].startswith("actor.path: is not set; allowed: a local path")
+
+
+def test_a_lease_is_longer_than_the_looks_that_keep_it(folder: Path) -> None:
+    slow = ("rollout_array.poll_seconds=5", "rollout_array.lease_seconds=30")
+    (text,) = problems("rollout_array.enabled=true", *slow)
+    assert text == (
+        "rollout_array.poll_seconds: 5.0 is not allowed; allowed: <= 3.75 (rollout_array.lease_seconds, 30, / 8)"
+    )
+    assert checked(*slow) == [], "nobody attaches"
+    (text,) = problems("rollout_array.enabled=true", "rollout_array.orphan_seconds=20")
+    assert text.startswith("rollout_array.orphan_seconds: 20.0 would end worlds")
