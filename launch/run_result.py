@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pekoe.launch.error_record import ErrorRecord, record_path
+from pekoe.launch.error_record import read_record
 from pekoe.launch.run_errors import RunFailedError, RunStoppedError
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_REQUEUE
 from pekoe.pipeline import files
@@ -29,7 +29,7 @@ class RunResult:
 def conclude(run: RunDirectory, code: int) -> RunResult:
     """The result of a run whose last attempt ended with `code`. RunStoppedError for 75, RunFailedError for all that is
     not 0."""
-    attempt = newest_attempt(run)
+    attempt = last_attempt(run)
     if code == EXIT_DONE:
         return RunResult(str(run.path), attempt, code, "done", num_steps(run))
     if code == EXIT_REQUEUE:
@@ -41,8 +41,8 @@ def conclude(run: RunDirectory, code: int) -> RunResult:
     raise RunFailedError(f"{run.path}: {kind}: {_sentence(run, attempt, code)}", code)
 
 
-def newest_attempt(run: RunDirectory) -> int:
-    """-1 before the first."""
+def last_attempt(run: RunDirectory) -> int:
+    """That has begun; -1 before the first."""
     return len(files.read_json(run.run_json)["attempts"]) - 1
 
 
@@ -53,9 +53,7 @@ def num_steps(run: RunDirectory) -> int:
 
 
 def _sentence(run: RunDirectory, attempt: int, code: int) -> str:
-    path = record_path(run, attempt)
-    if not path.exists():
+    record = read_record(run, attempt)
+    if record is None:
         return f"exit code {code}, no error record; `pekoe logs {run.path}` shows what it said"
-    record = files.read_json(path)
-    known = {name: record[name] for name in ErrorRecord.__dataclass_fields__ if name in record}
-    return ErrorRecord(**known).sentence()
+    return record.sentence()
