@@ -66,6 +66,8 @@ def test_a_rank_that_is_dead_or_ended_is_not_waited_for(run: RunDirectory, beat:
 @pytest.fixture
 def rank_here() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "pekoe"])
+    while b"pekoe" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.01)
     yield process
     process.kill()
     process.wait()

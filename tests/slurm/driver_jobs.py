@@ -20,8 +20,8 @@ START_SECONDS = 60.0
 """Until the first step of a job, on a busy machine."""
 
 
-def settings(reward_seconds: float = 0.1, **more: Any) -> dict[str, Any]:
-    """Of a run whose every step takes about half a second, and which has one right result, bit for bit."""
+def settings(reward_seconds: float = 0.05, **more: Any) -> dict[str, Any]:
+    """Of a run whose every step takes about a second, and which has one right result, bit for bit."""
     return {
         "cluster.n_nodes": 2, "cluster.n_gpus_per_node": 1, "reward.name": "slow_reward:slow_digit_share",
         "reward.args": {"seconds": reward_seconds},
