@@ -25,12 +25,15 @@ from pekoe.launch import slurm_commands, submitted_jobs
 from pekoe.launch.attempts import (
     PACKAGE_ROOT,
     RunDirectoryError,
+    check_has_ended,
+    check_is_begun,
     check_overrides,
-    check_resumable,
     prepare_run,
     run_directory,
 )
 from pekoe.launch.checked_config import load_checked, load_unchecked
+from pekoe.launch.claim import LEAVING, living_owner, newest_owner
+from pekoe.launch.job_states import read_state
 from pekoe.launch.run_jobs import RunJob
 from pekoe.launch.submitted_jobs import JobEntry, note_job
 from pekoe.launch.sweeps import Element, Sweep, array_text, open_sweep, plan_elements
@@ -84,8 +87,9 @@ def resume(run: RunDirectory, overrides: Sequence[str] = (), *, after: str | Non
     """
     check_overrides(overrides)
     if after is None:
-        check_resumable(run)
+        check_is_begun(run)
         check_is_free(run)
+        check_nobody_drives(run)
     config, placement = load_checked(run.config, overrides)
     code = run.code if (run.code / "pekoe").is_dir() else _code_of_sweep(run)
     order = Order(config, placement, run.slurm, code, config.trial_name, after=after)
@@ -99,6 +103,23 @@ def check_is_free(run: RunDirectory) -> None:
         raise RunDirectoryError(
             f"{run.path} is submitted already, as job {entry.job_id}; see `pekoe status {run.path}`, end it with "
             f"`pekoe cancel {run.path}`"
+        )
+
+
+def check_nobody_drives(run: RunDirectory) -> None:
+    """RunDirectoryError while a driver may have the run.
+
+    Of a job Slurm says whether it has ended; heartbeats stay young for a while, and the next driver waits for ranks
+    that are left.
+    """
+    last = newest_owner(run)
+    if last is None or last.job_id is None:
+        check_has_ended(run)
+        return
+    owner = living_owner(run)
+    if owner is not None and read_state(last.job_id).state != LEAVING:
+        raise RunDirectoryError(
+            f"{run.path} is being run by {owner}; see `pekoe status {run.path}`, end it with `pekoe cancel {run.path}`"
         )
 
 

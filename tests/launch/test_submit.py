@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pekoe.launch.attempts import RunDirectoryError
+from pekoe.launch.claim import Owner
 from pekoe.launch.cli import main
+from pekoe.launch.heartbeat_files import write_heartbeat
 from pekoe.launch.rollout_arrays import submit_rollout_array
 from pekoe.launch.run_jobs import RunJob
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.submit import resume, submit
 from pekoe.launch.sweeps import read_sweep
+from pekoe.pipeline import files
 from pekoe.pipeline.config.load import load
+from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -174,6 +179,22 @@ def test_a_run_that_waits_is_not_submitted_twice(slurm: FakeSlurm, config: Path)
     assert (next_job.job_id, next_job.entry.job_id) == ("102", "101"), "the first that has not ended counts"
     assert RunJob.of(job.run).job_id == "101"
     assert "--dependency=afterany:101" in slurm.script(2)
+
+
+def test_a_run_whose_job_has_just_died_is_resumed_at_once(slurm: FakeSlurm, config: Path) -> None:
+    """Heartbeats of its ranks are young still; it is Slurm that says whether the job lives."""
+    (job,) = submit(config)
+    files.make_folder(job.run.heartbeats)
+    write_heartbeat(job.run, 0, Heartbeat(0, "trainer", "n1", 4711, 1, "training", 0.0, 3))
+    files.make_folder(job.run.path / "claims")
+    owner = Owner("n1", 4710, 0.0, 0.0, "77", 0)
+    files.write_json(job.run.path / "claims" / "0.json", asdict(owner))
+    slurm.command("squeue", "echo '101|FAILED||'; echo '77|RUNNING||'")
+    with pytest.raises(RunDirectoryError, match=r"being run by job 77 .*pekoe cancel"):
+        resume(job.run)
+    slurm.command("squeue", "echo '101|FAILED||'; echo '77|FAILED||'")
+    assert resume(job.run).run == job.run
+    assert slurm.num_calls == 2
 
 
 def test_a_sweep_goes_on_where_slurm_refused(slurm: FakeSlurm, config: Path, tmp_path: Path) -> None:
