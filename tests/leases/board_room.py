@@ -9,7 +9,7 @@ from pathlib import Path
 from pekoe.pipeline.leases import lease_files
 from pekoe.pipeline.leases.lease_board import LeaseBoard
 from pekoe.pipeline.leases.lease_holder import LeaseHolder
-from pekoe.pipeline.leases.lease_records import SharedWeights, held_folder, is_world_name, offered_folder
+from pekoe.pipeline.leases.lease_records import BoardState, SharedWeights, held_folder, is_world_name, offered_folder
 from pekoe.pipeline.messages import Assign, Message, Published, PublishedGroup, Rejected
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -149,3 +149,37 @@ class Room:
             if not self.wanted:
                 break
         self.poll()
+
+
+def attached(room: Room, *names: str, slots: int = 8) -> None:
+    """Worlds that the board knows."""
+    room.poll()
+    for name in names:
+        room.attach(name, slots).look()
+    room.poll(2.0)
+
+
+def one_pass(room: Room, *names: str, limit: int = 8, seconds: float = 2.0) -> None:
+    """Of the head, and then of these worlds."""
+    room.poll(seconds)
+    for name in names:
+        room.worlds[name].look()
+        room.worlds[name].holder.beat(0)
+        room.worlds[name].claim(limit)
+
+
+def silence(room: Room, *awake: str) -> None:
+    """The others say nothing until they are taken for dead; these live on, and claim nothing."""
+    for _ in range(int(LEASE_SECONDS / 2) + 2):
+        one_pass(room, *awake, limit=0)
+
+
+def state_of(room: Room, name: str) -> BoardState:
+    """As a world sees it."""
+    state = room.worlds[name].holder.look()
+    assert state is not None
+    return state
+
+
+def offers(room: Room) -> list[tuple[int, int]]:
+    return sorted(name.key for name in lease_files.leases_in(offered_folder(room.run)))

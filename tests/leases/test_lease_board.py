@@ -6,14 +6,12 @@ import errno
 from pathlib import Path
 
 import pytest
-from board_room import LEASE_SECONDS, POLL_SECONDS, Room
+from board_room import LEASE_SECONDS, Room, attached, offers, one_pass, silence, state_of
 from faulty_disk import UnsyncedDisk, installed
 
 from pekoe.pipeline import files
 from pekoe.pipeline.leases import lease_files, lease_holder
-from pekoe.pipeline.leases.lease_board import LaterAttempt, LeaseBoard
 from pekoe.pipeline.leases.lease_records import (
-    BoardState,
     LeaseName,
     SharedWeights,
     held_folder,
@@ -21,41 +19,7 @@ from pekoe.pipeline.leases.lease_records import (
     offered_folder,
     world_folder,
 )
-from pekoe.pipeline.messages import Assign, DiskRefused, Published, PublishedGroup
-
-
-def attached(room: Room, *names: str, slots: int = 8) -> None:
-    """Worlds that the board knows."""
-    room.poll()
-    for name in names:
-        room.attach(name, slots).look()
-    room.poll(2.0)
-
-
-def one_pass(room: Room, *names: str, limit: int = 8, seconds: float = 2.0) -> None:
-    """Of the head, and then of these worlds."""
-    room.poll(seconds)
-    for name in names:
-        room.worlds[name].look()
-        room.worlds[name].holder.beat(0)
-        room.worlds[name].claim(limit)
-
-
-def silence(room: Room, *awake: str) -> None:
-    """The others say nothing until they are taken for dead; these live on, and claim nothing."""
-    for _ in range(int(LEASE_SECONDS / 2) + 2):
-        one_pass(room, *awake, limit=0)
-
-
-def state_of(room: Room, name: str) -> BoardState:
-    """As a world sees it."""
-    state = room.worlds[name].holder.look()
-    assert state is not None
-    return state
-
-
-def offers(room: Room) -> list[tuple[int, int]]:
-    return sorted(name.key for name in lease_files.leases_in(offered_folder(room.run)))
+from pekoe.pipeline.messages import DiskRefused, Published, PublishedGroup
 
 
 def test_capacity_follows_slots_and_what_is_out(room: Room) -> None:
@@ -420,87 +384,3 @@ def test_what_a_leaving_world_put_back_is_not_offered_twice(room: Room) -> None:
         one_pass(room, "b", limit=0)
         assert offers(room) == []
     assert room.worlds["b"].running == {(0, 0)}
-
-
-def test_the_end_is_told_and_nothing_is_offered_after_it(room: Room) -> None:
-    attached(room, "a")
-    room.offer(0)
-    room.board.finish("stopped")
-    room.poll()
-    assert state_of(room, "a").outcome == "stopped"
-    assert offers(room) == []
-    assert room.worlds["a"].claim(1) == []
-
-
-def test_state_goes_out_at_once_when_something_changes(room: Room) -> None:
-    attached(room, "a")
-    for is_starving in (True, False):
-        room.board.starve(is_starving)
-        room.poll(0.1)
-        state = state_of(room, "a")
-        assert state.starving is is_starving
-    room.board.starve(False)
-    room.poll(0.1)
-    assert state_of(room, "a").counter == state.counter, "nothing is new"
-    room.poll(2.0)
-    assert state_of(room, "a").counter == state.counter + 1
-
-
-def test_an_earlier_attempt_that_lives_on_ends(room: Room) -> None:
-    attached(room, "a")
-    old = room.board
-    room.begin(1)
-    room.poll()
-    room.now += 3.0
-    with pytest.raises(LaterAttempt, match=r"attempt 1 of .* has begun: attempt 0 must end"):
-        old.poll()
-
-
-class _Broken(UnsyncedDisk):
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def create(self, path: Path) -> object:  # type: ignore[override]
-        raise OSError(self.code, "no", str(path))
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_refuses_is_told_of_and_only_a_broken_one_ends_the_run(room: Room, code: int) -> None:
-    attached(room, "a")
-    room.offer(0)
-    with installed(_Broken(code)):
-        for _ in range(3):
-            room.poll(2.0)
-        assert "no" in room.board.trouble
-        assert offers(room) == []
-        if code == errno.EIO:
-            with pytest.raises(OSError, match="no"):
-                room.poll(100 * LEASE_SECONDS)
-        else:
-            room.poll(100 * LEASE_SECONDS)
-    room.poll()
-    assert not room.board.trouble
-    assert offers(room) == [(0, 0)]
-
-
-def test_offering_one_group_twice_is_a_mistake(room: Room) -> None:
-    room.offer(0)
-    room.offer(0)
-    with pytest.raises(AssertionError, match="group 0 try 0 was offered twice"):
-        room.poll()
-
-
-def test_a_pass_writes_offers_for_a_bounded_time(tmp_path: Path) -> None:
-    room = Room(tmp_path)
-    ticks = iter(range(10**6))
-    board = LeaseBoard(
-        room.run, 0, "hash", poll_seconds=POLL_SECONDS, lease_seconds=LEASE_SECONDS, clock=lambda: next(ticks) / 10
-    )
-    board.open()
-    for group in range(100):
-        board.offer(Assign(group, 0, group, 2, 0))
-    board.poll()
-    few = len(offers(room))
-    assert 0 < few < 10
-    assert offers(room) == [(group, 0) for group in range(few)], "the oldest first"
-    assert board.num_open() == 100
