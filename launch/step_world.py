@@ -27,7 +27,7 @@ from pekoe.launch.job_steps import end_world_steps
 from pekoe.launch.stop_request import request_stop
 from pekoe.launch.stop_signals import STOP_SIGNALS
 from pekoe.launch.supervisor import DRIVEN
-from pekoe.launch.world_end import heartbeats_of, verdict
+from pekoe.launch.world_end import heartbeats_of, noted_code, verdict
 from pekoe.pipeline.run_directory import RunDirectory
 
 POLL_SECONDS = 0.1
@@ -35,6 +35,8 @@ LOOK_SECONDS = 1.0
 """Between two looks at the run directory."""
 END_SECONDS = 3.0
 """On top of cluster.abort_seconds: how long a world with an error record may take to end by itself."""
+LEAVE_SECONDS = 30.0
+"""From the head's orderly end to that of the launcher, which waits for ever for a node whose slurmstepd was killed."""
 KILL_SECONDS = 4.0
 """From one way to end a world to the next, harder one."""
 FORWARDED = (*STOP_SIGNALS, signal.SIGINT)
@@ -97,6 +99,8 @@ class StepWorld:
         self._stop_since: float | None = None
         self._told_terminated = False
         self._failed_since: float | None = None
+        self._noted_since: float | None = None
+        self._is_hung = False
         self._heard = False
         self._next_look = 0.0
         self._handlers = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
@@ -123,8 +127,10 @@ class StepWorld:
             self._end()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-        start = self.start
-        return verdict(start.run, start.attempt, start.launcher, self._process.returncode, self.stopped)
+        start, code = self.start, self._process.returncode
+        if self._is_hung and all(beat.heartbeat.phase == "ended" for beat in heartbeats_of(start.run, start.attempt)):
+            code = 0
+        return verdict(start.run, start.attempt, start.launcher, code, self.stopped)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.terminated = self.terminated or number == signal.SIGTERM
@@ -159,7 +165,13 @@ class StepWorld:
         now, limits = time.monotonic(), self.start.limits
         if self._failed_since is None and record_path(self.start.run, self.start.attempt).exists():
             self._failed_since = now
+        if self._noted_since is None and noted_code(self.start.run, self.start.attempt) is not None:
+            self._noted_since = now
         if self._failed_since is not None and now - self._failed_since > limits.failed:
+            self._end()
+        elif self._noted_since is not None and now - self._noted_since > LEAVE_SECONDS:
+            terminal.say(f"{self.start.launcher} has not ended {LEAVE_SECONDS:.0f} s after the head: it is ended now")
+            self._is_hung = True
             self._end()
         elif self._stop_since is not None and now - self._stop_since > limits.stop:
             terminal.say(f"the world has not ended {limits.stop:.0f} s after the stop signal: it is ended now")

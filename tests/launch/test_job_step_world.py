@@ -24,7 +24,9 @@ from pekoe.pipeline.run_directory import RunDirectory
 DRIVER = """
 import sys
 from pathlib import Path
+from pekoe.launch import step_world
 from pekoe.launch.step_world import Limits, StepStart, StepWorld
+step_world.LEAVE_SECONDS = 1.0
 from pekoe.pipeline.run_directory import RunDirectory
 run, launcher, start, failed, stop, *command = sys.argv[1:]
 limits = Limits(float(start), float(failed), float(stop))
@@ -50,6 +52,8 @@ if how.startswith("exit"):
     if noted:
         note(int(noted))
     sys.exit(int(code))
+if how.startswith("hang"):
+    note(int(how.split(",")[1]))
 while not heard:
     time.sleep(0.02)
 if how == "stop":
@@ -94,8 +98,8 @@ def wait_until_up(run: RunDirectory) -> None:
         time.sleep(0.02)
 
 
-def hear(run: RunDirectory, rank: int = 0, host: str = "n1", ago: float = 0.0) -> None:
-    write_heartbeat(run, 0, Heartbeat(rank, "trainer", host, 1, 0, "serving", 0.0, -1))
+def hear(run: RunDirectory, rank: int = 0, host: str = "n1", ago: float = 0.0, phase: str = "serving") -> None:
+    write_heartbeat(run, 0, Heartbeat(rank, "trainer", host, 1, 0, phase, 0.0, -1))
     path = run.heartbeats / f"rank-{rank}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "time": time.time() - ago}))
 
@@ -198,3 +202,14 @@ def test_a_record_that_blames_the_configuration_gives_its_code(run: RunDirectory
     host = socket.gethostname()
     write_record(run, ErrorRecord(0, 0, host, "trainer", "mpi init", 1.0, "WorldSizeError: 2 and 4", code=78))
     assert finish(start(run, "exit,137,"))[0] == 78
+
+
+@pytest.mark.parametrize(("last_phase", "expected"), [("ended", 0), ("serving", 1)])
+def test_a_launcher_that_outlives_its_world_is_ended(run: RunDirectory, last_phase: str, expected: int) -> None:
+    """As srun does when the slurmstepd of a node was killed. It is a good end if all ranks say so."""
+    hear(run, 0, phase="ended")
+    hear(run, 1, phase=last_phase)
+    code, output = finish(start(run, "hang,0"))
+    assert code == expected, output
+    assert "srun has not ended 1 s after the head" in output
+    assert (run.errors / "attempt-0.json").exists() == bool(expected)
