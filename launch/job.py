@@ -10,15 +10,17 @@ Codes: 0 done, 75 stopped and to be continued, 78 configuration, 1 failure.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pekoe.launch import environment
-from pekoe.launch.attempts import Attempt, RunDirectoryError, begin_next, prepare_run, run_directory
+from pekoe.launch.attempts import Attempt, RunDirectoryError, begin_next, note_end, prepare_run, run_directory
 from pekoe.launch.checked_config import load_checked
 from pekoe.launch.claim import claim, newest_owner
 from pekoe.launch.continuation import Continuation, wait_for_end
+from pekoe.launch.early_stop import StoppedEarly, stop_signals_raise
 from pekoe.launch.environment import Facts
 from pekoe.launch.error_record import ErrorRecord, read_record, write_record
 from pekoe.launch.fence import newest_attempt, raise_fence, wait_until_silent
@@ -30,6 +32,8 @@ from pekoe.launch.step_world import Limits, StepStart, StepWorld
 from pekoe.launch.stop_signals import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.launch.submitted_jobs import jobs_of
 from pekoe.launch.terminal import say
+from pekoe.launch.world_end import noted_code
+from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.train.checkpoint import NAME as CHECKPOINT_NAME
 
@@ -165,12 +169,32 @@ class _Driver:
         self.restarts_left = self.config.cluster.restart_in_place
         self.restarted = False
         self.nodes: tuple[str, ...] = ()
+        self.begun: Attempt | None = None
+        """The attempt whose world is not there yet."""
         self.last_failure: tuple[tuple[int, int], tuple[str, ...]] | None = None
 
     def drive(self) -> int:
         """The exit code."""
         if not self._may_begin():
             return EXIT_FAILURE
+        with stop_signals_raise():
+            try:
+                return self._run_attempts()
+            except StoppedEarly as stop:
+                say(str(stop))
+                return self._conclude_early(stop.number)
+
+    def _conclude_early(self, number: int) -> int:
+        """A stop while there was no world: as one after a world that stopped in order."""
+        if self.begun is not None and noted_code(self.run, self.begun.number) is None:
+            files.make_folder(self.run.logs(self.begun.number))
+            note_end(self.begun, EXIT_REQUEUE, number)
+        self.continuation.begin()
+        if number == signal.SIGTERM:
+            self.continuation.end_if_cancelled()
+        return self._conclude(self.begun or Attempt(self.run, 0), WorldOutcome(EXIT_REQUEUE, stopped=True))
+
+    def _run_attempts(self) -> int:
         self.nodes = self._pick()
         while True:
             attempt = self._begin()
@@ -179,6 +203,7 @@ class _Driver:
             size = self.placement.world_size
             start = WorldStart(self.run, attempt.number, program, size, self.config, self.placement, self.nodes)
             outcome = run_world(start, self.facts, self.continuation.end_if_cancelled)
+            self.begun = None
             if not self._restarts(attempt, outcome):
                 return self._conclude(attempt, outcome)
 
@@ -225,7 +250,7 @@ class _Driver:
         wait_until_silent(self.run, SILENCE_SECONDS, ended, say)
         notes = {"job": self.facts.job_id, "restarts": self.facts.restart_count, "automatic": self._is_automatic()}
         launcher = self.config.cluster.launcher if self.facts.in_allocation else "mpiexec"
-        attempt = begin_next(self.run, self.config, launcher, self.overrides, notes)
+        attempt = self.begun = begin_next(self.run, self.config, launcher, self.overrides, notes)
         print(f"pekoe: run directory {self.run.path}, attempt {attempt.number}, {self.placement}", flush=True)
         return attempt
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,3 +223,34 @@ def test_a_job_that_is_started_again_finds_its_run_and_no_other_does(tiny: RunCo
     assert run_of_job(tiny, IN_JOB) == run
     with pytest.raises(RunDirectoryError, match="holds a run already"):
         run_of_job(tiny, read({"SLURM_JOB_ID": "13"}, "n1"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["waiting for the old ranks", "between two attempts"])
+def test_a_stop_without_a_world_is_a_stop_with_a_checkpoint(
+    tiny: RunConfig, monkeypatch: pytest.MonkeyPatch, scontrol: FakeScontrol, tmp_path: Path, where: str, number: int
+) -> None:
+    """The driver would die of the signal, and the job would not go on."""
+    scontrol(restarts=0)
+    tiny.cluster.continue_by, tiny.cluster.restart_in_place, tiny.cluster.max_attempts = "requeue", 1, 20
+    run = prepare_run(tiny)
+    before = signal.getsignal(number)
+    waits = iter([where == "waiting for the old ranks", True])
+
+    def wait_until_silent(*_: object) -> None:
+        if next(waits):
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+
+    monkeypatch.setattr(job, "run_world", World(run, iter([(FAILED, True)])))
+    monkeypatch.setattr(job, "wait_until_silent", wait_until_silent)
+    monkeypatch.setattr(job, "wait_for_end", lambda: None)
+    monkeypatch.setattr(job, "first_nodes", lambda *_: ("n1",))
+    monkeypatch.setattr(job, "ill_nodes", lambda names: {})
+    monkeypatch.setattr(job, "pick_nodes", lambda *_: ("n1",))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert run_job(run) == 75
+    assert "requeue 12" in asked(tmp_path)
+    assert signal.getsignal(number) == before
+    assert len(json.loads(run.run_json.read_text())["attempts"]) == (0 if where.startswith("waiting") else 1)
