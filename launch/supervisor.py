@@ -43,6 +43,8 @@ FORWARDED = (*STOP_SIGNALS, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 EARLY_GRACE_SECONDS = 60.0
 """From the stop signal to the end of a rank that has not read its configuration yet."""
+LOOK_SECONDS, RARE_LOOK_SECONDS, MANY_RANKS = 1.0, 15.0, 64
+"""How often a supervisor looks for another rank's failure on the shared filesystem; from that rank on, rarely."""
 EXIT_LIMIT_SECONDS = 15.0
 """From the orderly end of a rank's work to the end of its process."""
 
@@ -85,6 +87,7 @@ class _Watched:
 
     pid: int
     host: str
+    rank: int
     facts: dict[str, Any] = field(default_factory=dict)
     phase_since: float = field(default_factory=time.time)
     unread: bytes = b""
@@ -92,6 +95,8 @@ class _Watched:
     """Why the supervisor itself ended the rank."""
     stacks: str = ""
     """Of the rank's threads, when the verdict fell."""
+    next_look: float = 0.0
+    """At the record of another rank's failure, while MPI starts."""
     signalled_at: float | None = None
     """When the first stop signal came."""
 
@@ -129,7 +134,7 @@ class _Watched:
         elif limit is not None and now - self.phase_since > limit:
             self.verdict = f"phase {self.facts.get('phase')!r} took more than {limit} s"
             self.stacks = self._dump()
-        elif limit is not None and self._peer_failed():
+        elif limit is not None and now >= self.next_look and self._peer_failed():
             self.verdict = "another rank failed"
         elif self.signalled_at is not None and now - self.signalled_at > grace:
             self.verdict = f"not over {grace} s after the stop signal"
@@ -139,6 +144,7 @@ class _Watched:
             os.kill(self.pid, signal.SIGKILL)
 
     def _peer_failed(self) -> bool:
+        self.next_look = time.time() + (LOOK_SECONDS if self.rank < MANY_RANKS else RARE_LOOK_SECONDS)
         run = self.facts.get("run")
         return run is not None and record_path(RunDirectory(Path(run)), int(self.facts.get("attempt", 0))).exists()
 
@@ -163,7 +169,7 @@ def supervise(target: Callable[[Reports], int], rank: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGUSR1))
         _run_child(target, Reports(write_end))
     os.close(write_end)
-    watched = _Watched(pid, socket.gethostname())
+    watched = _Watched(pid, socket.gethostname(), rank)
     note_start(rank, parent, pid)
     status = _watch(watched, read_end)
     _kill_group(pid)
