@@ -27,6 +27,7 @@ from pekoe.launch import environment, mpi_transport
 from pekoe.launch.environment import Facts
 from pekoe.launch.error_record import record_path
 from pekoe.launch.exchange import LONGEST_PAUSE, SHORTEST_PAUSE, Exchange
+from pekoe.launch.fence import Fence
 from pekoe.launch.pulse import Pulse
 from pekoe.launch.rank_state import RankState, flush_streams, means_success
 from pekoe.launch.rendezvous import LOOPBACK, listen, own_address
@@ -102,6 +103,7 @@ class World:
         self._told_head = False
         self._next_duty = 0.0
         self._pause = 0.0
+        self._fence: Fence | None = None
         self._leaving: set[int] = set()
         self._farewell = False
         self._inbox = post.inbox(SignalReceived, Leaving, Farewell)
@@ -157,8 +159,14 @@ class World:
     def begin_attempt(self, run: RunDirectory, attempt: int, log: str = "") -> None:
         """Heartbeats and the error record go to this run directory from now on."""
         self.attempt = attempt
+        self._fence = Fence(run, attempt)
         self.state.set_run(run, attempt, log)
         self._pulse.open_files(run, attempt)
+
+    def check_newest(self) -> None:
+        """Before a write that counts: SupersededError if a newer attempt of the run has begun, or is about to."""
+        if self._fence is not None:
+            self._fence.check()
 
     def listen(self) -> tuple[socket.socket, str]:
         """A socket that listens on a port of the kernel's choice, and its `host:port` for the other ranks."""

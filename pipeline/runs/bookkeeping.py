@@ -40,8 +40,11 @@ class Bookkeeping:
         tell: Callable[[Committed], None],
         world_size: int,
         consumed_before: Iterable[str] = (),
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """`consumed_before`: shards on disk that earlier attempts have trained on."""
+        """`consumed_before`: shards on disk that earlier attempts have trained on. `may_write` raises once a newer
+        attempt has the run: nothing is recorded, committed or removed then."""
+        self._may_write = may_write
         self._ledger, self._checkpoints, self._spent = ledger, checkpoints, spent
         self._take_idle_shards, self._tell, self._world_size = take_idle_shards, tell, world_size
         self._consumed = set(consumed_before)
@@ -75,12 +78,14 @@ class Bookkeeping:
             Entry(group.number, group.try_number, group.shard, tuple(row.row for row in group.rows))
             for group in rows.groups
         ]
+        self._may_write()
         self._ledger.record(
             version, consumed=consumed, filtered=_entries(losses.filtered), skipped=_entries(losses.skipped)
         )
         self._consumed.update(entry.shard for entry in consumed)
 
     def record_end(self, version: int, losses: Losses) -> None:
+        self._may_write()
         self._ledger.record_end(version, _entries(losses.filtered), _entries(losses.skipped))
 
     def begin(self, version: int, state: bytes) -> None:
@@ -107,6 +112,7 @@ class Bookkeeping:
         self._checkpoints.abandon(version)
 
     def _commit(self, version: int, state: bytes, written: Sequence[WrittenFile]) -> None:
+        self._may_write()
         try:
             with files.create(self._checkpoints.part(version) / CONTROLLER_STATE) as file:
                 file.write(state)
@@ -130,6 +136,7 @@ class Bookkeeping:
         self._with_room(take)
 
     def _with_room(self, work: Callable[[], object]) -> None:
+        self._may_write()
         try:
             work()
         except OSError as error:

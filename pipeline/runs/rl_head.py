@@ -62,6 +62,7 @@ def lead(
         lambda message: inbox.put((HEAD, message)),
         len(context.ranks.trainer_ranks),
         past.consumed,
+        world.check_newest,
     )
     books.spend(past.spent)
     world.start("bookkeeping", books.run)
