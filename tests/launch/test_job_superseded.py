@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
 from run_command import base_overrides, command, environment
@@ -20,6 +22,7 @@ def newest_ledger(run: RunDirectory) -> Path | None:
     return max(run.ledger.glob("step-*.json"), default=None)
 
 
+@pytest.mark.slurm
 def test_a_run_that_was_taken_over_writes_no_more(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {
         **base_overrides(tmp_path, tiny_model, sums, "old"), "total_train_steps": 1000, "total_train_epochs": 100,

@@ -48,6 +48,7 @@ def test_two_seeds_in_turn_and_their_results_from_another_process(config: Path) 
     assert [job.state for job in jobs] == ["COMPLETED", "COMPLETED"]
 
 
+@pytest.mark.slurm
 def test_a_run_that_fails_is_an_error_and_one_that_is_cancelled_another(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

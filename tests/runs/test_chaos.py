@@ -16,6 +16,7 @@ SPLIT, SYNCHRONOUS, COLOCATED = SETUPS
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.trainers
 @pytest.mark.parametrize(
     ("setup", "kills"),
     [

@@ -236,6 +236,7 @@ def evaluated_world(root: Path, model: Path, data: Path, **overrides: Any) -> Wo
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.trainers
 def test_a_run_stopped_in_every_phase_goes_on_each_time(root: Path, tiny_model: Path, sums: Path) -> None:
     stop_and_go_on(evaluated_world(root, tiny_model, sums), STOPS)
 

@@ -36,6 +36,7 @@ def consumed_rows(outcome: Outcome) -> Counter[tuple[int, int]]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.trainers
 def test_an_archive_holds_every_consumed_trajectory_once_also_after_a_kill(
     tmp_path: Path, tiny_model: Path, sums: Path
 ) -> None:
