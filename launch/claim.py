@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from pekoe.launch import numbered_files
 from pekoe.launch.job_states import LIVING, read_state
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.terminal import say
@@ -49,6 +51,8 @@ class Owner:
     """Slurm's, `<array job>_<element>` in an array; None outside Slurm."""
     restarts: int
     """How often Slurm has requeued that job."""
+    output: str = ""
+    """The file that it prints to; empty for a terminal or a pipe."""
 
     def is_running_here(self) -> bool:
         """Whether it is a process of this machine, by the host's name and the time of its start."""
@@ -77,26 +81,40 @@ def claim(run: RunDirectory, job_id: str | None, restarts: int = 0) -> Claim | N
 
     SlurmError when Slurm does not say within a minute whether the owner's job still runs.
     """
-    me = Owner(socket.gethostname(), os.getpid(), _began(os.getpid()) or 0.0, time.time(), job_id, restarts)
+    me = Owner(socket.gethostname(), os.getpid(), _began(os.getpid()) or 0.0, time.time(), job_id, restarts, _output())
     folder = run.path / FOLDER
     deadline = time.monotonic() + DRAINING_SECONDS
     while True:
         number = _newest(folder)
         if number is not None:
-            owner = _read(folder / f"{number}.json")
+            owner = _read(numbered_files.path_of(folder, number))
             if not (folder / f"{number}.ended").exists() and _lives(run, owner, me, deadline):
                 say(f"{run.path} is being run by {owner} already; nothing to do here")
                 return None
         files.make_folder(folder)
-        path = folder / f"{0 if number is None else number + 1}.json"
-        if _create(path, me):
-            return Claim(path, me)
+        mine = 0 if number is None else number + 1
+        if numbered_files.create(folder, mine, asdict(me)):
+            return Claim(numbered_files.path_of(folder, mine), me)
+
+
+def owners(run: RunDirectory) -> list[Owner]:
+    """All who have had the run, oldest first."""
+    folder = run.path / FOLDER
+    return [_read(numbered_files.path_of(folder, number)) for number in numbered_files.numbers(folder)]
+
+
+def has_left(run: RunDirectory, job_id: str) -> bool:
+    """Whether the job was the last to have the run, and its driver has ended in order."""
+    number, owner = _newest(run.path / FOLDER), newest_owner(run)
+    if number is None or owner is None or owner.job_id != job_id:
+        return False
+    return (run.path / FOLDER / f"{number}.ended").exists()
 
 
 def newest_owner(run: RunDirectory) -> Owner | None:
     """Who took the run last, dead or alive; None if nobody has."""
     number = _newest(run.path / FOLDER)
-    return None if number is None else _read(run.path / FOLDER / f"{number}.json")
+    return None if number is None else _read(numbered_files.path_of(run.path / FOLDER, number))
 
 
 def living_owner(run: RunDirectory) -> Owner | None:
@@ -105,7 +123,7 @@ def living_owner(run: RunDirectory) -> Owner | None:
     number = _newest(folder)
     if number is None or (folder / f"{number}.ended").exists():
         return None
-    owner = _read(folder / f"{number}.json")
+    owner = _read(numbered_files.path_of(folder, number))
     nobody = Owner(socket.gethostname(), 0, 0.0, 0.0, None, 0)
     return owner if _lives(run, owner, nobody, time.monotonic()) else None
 
@@ -117,27 +135,20 @@ def is_mine(run: RunDirectory) -> bool:
 
 
 def _newest(folder: Path) -> int | None:
-    numbers = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
-    return max(numbers, default=None)
+    return max(numbered_files.numbers(folder), default=None)
 
 
 def _read(path: Path) -> Owner:
     record = files.read_json(path)
-    return Owner(**{name: record[name] for name in Owner.__dataclass_fields__})
+    return Owner(**{name: record[name] for name in Owner.__dataclass_fields__ if name in record})
 
 
-def _create(path: Path, owner: Owner) -> bool:
-    """The file appears whole, for one of all who try: a hard link to a name that exists is refused."""
-    mine = path.with_name(f"{path.name}.{owner.host}.{owner.pid}{files.PART}")
-    files.write_json(mine, asdict(owner))
+def _output() -> str:
+    """Where this process' standard output goes."""
     try:
-        os.link(mine, path)
-    except FileExistsError:
-        return False
-    finally:
-        files.remove(mine)
-    files.fsync_folder(path.parent)
-    return True
+        return os.readlink("/proc/self/fd/1") if stat.S_ISREG(os.fstat(1).st_mode) else ""
+    except OSError:
+        return ""
 
 
 def _lives(run: RunDirectory, owner: Owner, me: Owner, deadline: float) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pekoe.launch.error_record import END_NOTE
 from pekoe.launch.job_states import GONE, JobState, read_states
+from pekoe.launch.run_result import attempt_code
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.submitted_jobs import JobEntry, jobs_of
 from pekoe.launch.sweeps import Sweep
@@ -47,7 +47,7 @@ def _job_lines(run: RunDirectory) -> list[str]:
 
     entries = jobs_of(run)
     lines = [f"{len(entries) - SHOWN} older jobs"] if len(entries) > SHOWN else []
-    return lines + [_job_line(entry, state_of(entry)) for entry in entries[-SHOWN:]]
+    return lines + [_job_line(entry, state_of(run, entry)) for entry in entries[-SHOWN:]]
 
 
 def _job_line(entry: JobEntry, state: JobState) -> str:
@@ -71,8 +71,8 @@ def _attempt_lines(run: RunDirectory) -> list[str]:
 
 
 def _end(run: RunDirectory, attempt: int) -> str:
-    path = run.logs(attempt) / END_NOTE
-    return f", ended with code {files.read_json(path)['code']}" if path.exists() else ""
+    code = attempt_code(run, attempt)
+    return "" if code is None else f", ended with code {code}"
 
 
 def _element_state(job_id: str, kind: str, run: Path, states: Mapping[str, JobState]) -> str:

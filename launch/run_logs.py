@@ -105,7 +105,7 @@ def _read_from(path: Path, position: int) -> tuple[str, int]:
 
 def _outputs(run: RunDirectory) -> list[Path]:
     """What the jobs of the run print to, oldest first."""
-    return [Path(entry.folder) / f"{entry.job_id}_0_log.out" for entry in jobs_of(run)]
+    return [entry.output for entry in jobs_of(run) if entry.output is not None]
 
 
 def _others(folder: Path) -> list[Path]:

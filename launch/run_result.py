@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pekoe.launch.error_record import read_record
 from pekoe.launch.run_errors import RunFailedError, RunStoppedError
-from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_REQUEUE
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from pekoe.launch.world_end import noted_code
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -39,6 +40,22 @@ def conclude(run: RunDirectory, code: int) -> RunResult:
         )
     kind = "the configuration is wrong" if code == EXIT_CONFIGURATION else f"attempt {attempt} failed"
     raise RunFailedError(f"{run.path}: {kind}: {_sentence(run, attempt, code)}", code)
+
+
+def attempt_code(run: RunDirectory, attempt: int) -> int | None:
+    """The exit code of an attempt that has ended, as far as its files tell: an error record weighs more than the note
+    of a head that stopped in order. None for one that ended without a word, or has not."""
+    record = read_record(run, attempt)
+    if record is None:
+        return noted_code(run, attempt)
+    return EXIT_CONFIGURATION if record.code == EXIT_CONFIGURATION else EXIT_FAILURE
+
+
+def code_of_job(run: RunDirectory, job_id: str) -> int | None:
+    """Of the last attempt that this job of Slurm began; None if it began none."""
+    attempts = files.read_json(run.run_json)["attempts"] if run.run_json.exists() else []
+    mine = [int(one["number"]) for one in attempts if one.get("job") == job_id]
+    return attempt_code(run, mine[-1]) if mine else None
 
 
 def last_attempt(run: RunDirectory) -> int:

@@ -27,14 +27,14 @@ from submitit.core.utils import DelayedSubmission, UncompletedJobError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from pekoe.launch.claim import is_mine
-from pekoe.launch.job_states import ENDED, GONE, UNKNOWN, read_state, read_states
+from pekoe.launch.claim import has_left, is_mine
+from pekoe.launch.job_states import ENDED, GONE, LIVING, UNKNOWN, read_state, read_states
 from pekoe.launch.run_errors import JobEndedError, RunFailedError, RunStoppedError
-from pekoe.launch.run_result import RunResult, conclude
+from pekoe.launch.run_result import RunResult, code_of_job, conclude
 from pekoe.launch.sbatch import submit_script
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.stop_signals import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
-from pekoe.launch.submitted_jobs import newest_job
+from pekoe.launch.submitted_jobs import SCRIPT, JobEntry, submissions_of
 from pekoe.launch.terminal import say
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
@@ -82,7 +82,7 @@ def _forget_earlier_result() -> None:
 def _is_continued(run: RunDirectory) -> bool:
     """Whether the job goes back into the queue, or another job waits there for this run."""
     mine = JobEnvironment().job_id
-    newest = newest_job(run)
+    newest = next(iter(reversed(submissions_of(run))), None)
     if newest is not None and newest.job_id != mine:
         return True
     if newest is None or newest.kind != "slurm":
@@ -167,6 +167,38 @@ class SubmittedJob(_TypedEnd, SlurmJob[RunResult]):
 
     watcher = StateWatcher()  # type: ignore[assignment]
     _results_timeout_s = RESULT_SECONDS  # type: ignore[assignment]
+
+
+class ScriptJob(SubmittedJob):
+    """A job that somebody's own script was (sbatch, salloc): it has no pickles, its result is read from the run."""
+
+    def __init__(self, run: RunDirectory, job_id: str) -> None:
+        super().__init__(run.slurm, job_id)
+        self._run = run
+
+    def done(self, force_check: bool = False) -> bool:
+        return super().done(force_check) or self.has_left
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its driver has ended in order, in a job that goes on: the shell of a person, or a longer script."""
+        return self.state in LIVING and has_left(self._run, self.job_id)
+
+    def exception(self) -> Exception | None:  # type: ignore[override]
+        self.wait()
+        try:
+            self._get_outcome_and_result()
+        except UncompletedJobError:
+            return JobEndedError(self.job_id, self.state, str(self._run.path))
+        except (RunFailedError, RunStoppedError) as error:
+            return error
+        return None
+
+    def _get_outcome_and_result(self) -> tuple[str, RunResult]:
+        code = code_of_job(self._run, self.job_id)
+        if code is None:
+            raise UncompletedJobError(f"job {self.job_id} of {self._run.path} has left no word of its end")
+        return "success", conclude(self._run, code)
 
 
 class LocalRunJob(_TypedEnd, LocalJob[RunResult]):
@@ -254,8 +286,11 @@ class ProcessExecutor(LocalExecutor):
         return LocalRunJob(self.folder, str(process.pid), process=process)
 
 
-def job_of(kind: str, folder: Path, job_id: str) -> SubmittedJob | LocalRunJob:
-    """The handle of a job that was submitted earlier, maybe by another process. `kind`: slurm or local."""
+def job_of(run: RunDirectory, entry: JobEntry) -> SubmittedJob | LocalRunJob:
+    """The handle of a job that began earlier, maybe by another process."""
+    kind, folder, job_id = entry.kind, Path(entry.folder), entry.job_id
+    if entry.why == SCRIPT:
+        return ScriptJob(run, job_id)
     return SubmittedJob(folder, job_id) if kind == "slurm" else LocalRunJob(folder, job_id)
 
 

@@ -34,7 +34,7 @@ from pekoe.launch.attempts import (
 from pekoe.launch.checked_config import load_checked, load_unchecked
 from pekoe.launch.claim import LEAVING, living_owner, newest_owner
 from pekoe.launch.job_states import read_state
-from pekoe.launch.run_jobs import RunJob
+from pekoe.launch.run_jobs import RunJob, current_job
 from pekoe.launch.submitted_jobs import JobEntry, note_job
 from pekoe.launch.sweeps import Element, Sweep, array_text, open_sweep, plan_elements
 from pekoe.pipeline import files
@@ -98,11 +98,15 @@ def resume(run: RunDirectory, overrides: Sequence[str] = (), *, after: str | Non
 
 def check_is_free(run: RunDirectory) -> None:
     """RunDirectoryError while a job of the run waits or runs."""
-    entry = submitted_jobs.newest_job(run)
-    if entry is not None and not RunJob.of(run).has_ended:
+    if submitted_jobs.newest_job(run) is None:
+        return
+    entry, state = current_job(run)
+    if entry.why == submitted_jobs.SCRIPT and state.state == LEAVING:
+        return
+    if not state.has_ended:
+        how = "is being run by" if entry.why == submitted_jobs.SCRIPT else "is submitted already, as"
         raise RunDirectoryError(
-            f"{run.path} is submitted already, as job {entry.job_id}; see `pekoe status {run.path}`, end it with "
-            f"`pekoe cancel {run.path}`"
+            f"{run.path} {how} job {entry.job_id}; see `pekoe status {run.path}`, end it with `pekoe cancel {run.path}`"
         )
 
 

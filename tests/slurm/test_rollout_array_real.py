@@ -13,6 +13,9 @@ from conftest import TinyJob
 from driver_jobs import assert_nothing_left, attempts, ledger_step, start_now
 from virtual_cluster import Cluster
 
+from pekoe.launch.submitted_jobs import jobs_of
+from pekoe.pipeline.run_directory import RunDirectory
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
 from test_rollout_array import check_history, worlds
@@ -39,7 +42,7 @@ def test_an_array_of_three_serves_a_trainer(cluster: Cluster, tiny_job: TinyJob)
     )  # fmt: skip
     said = pekoe(cluster, tiny_job, "submit", config)
     run = tiny_job.run("served")
-    trainer = json.loads((run / "slurm" / "jobs.json").read_text())["jobs"][-1]["job_id"]
+    trainer = jobs_of(RunDirectory(run))[-1].job_id
     array = pekoe(
         cluster, tiny_job, "submit", "--rollout-array", run, "--array", "0-2", "allocation=hf:d1",
         "cluster.continue_by=requeue", "cluster.slurm.partition=low",
