@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pekoe.launch.stop_signals import EXIT_FAILURE, EXIT_REQUEUE
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE
 
 ADVICE = {
     "OUT_OF_MEMORY": "a node's memory was too small: raise cluster.slurm.mem, or start fewer ranks on a node",
@@ -17,6 +17,8 @@ ADVICE = {
     "FAILED": "`pekoe logs {run}` shows what it said last",
 }
 """By state of the job."""
+WRONG_CONFIGURATION = "the configuration is wrong"
+"""In the text of an error with code 78, by which it is known again when only its text came through."""
 
 
 class RunFailedError(RuntimeError):
@@ -25,6 +27,11 @@ class RunFailedError(RuntimeError):
     def __init__(self, text: str, exit_code: int = EXIT_FAILURE) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+def run_failed(text: str) -> RunFailedError:
+    """The error with this text, as it was."""
+    return RunFailedError(text, EXIT_CONFIGURATION if f": {WRONG_CONFIGURATION}: " in text else EXIT_FAILURE)
 
 
 class RunStoppedError(RuntimeError):

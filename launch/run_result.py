@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pekoe.launch.error_record import read_record
-from pekoe.launch.run_errors import RunFailedError, RunStoppedError
+from pekoe.launch.run_errors import WRONG_CONFIGURATION, RunFailedError, RunStoppedError
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.launch.world_end import noted_code
 from pekoe.pipeline import files
@@ -38,7 +38,7 @@ def conclude(run: RunDirectory, code: int) -> RunResult:
             f"{run.path} was stopped after step {num_steps(run)}, with a checkpoint; "
             f"continue it with `pekoe resume {run.path}`"
         )
-    kind = "the configuration is wrong" if code == EXIT_CONFIGURATION else f"attempt {attempt} failed"
+    kind = WRONG_CONFIGURATION if code == EXIT_CONFIGURATION else f"attempt {attempt} failed"
     raise RunFailedError(f"{run.path}: {kind}: {_sentence(run, attempt, code)}", code)
 
 

@@ -29,11 +29,11 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from pekoe.launch.claim import has_left, is_mine
 from pekoe.launch.job_states import ENDED, GONE, LIVING, UNKNOWN, read_state, read_states
-from pekoe.launch.run_errors import JobEndedError, RunFailedError, RunStoppedError
+from pekoe.launch.run_errors import WRONG_CONFIGURATION, JobEndedError, RunFailedError, RunStoppedError, run_failed
 from pekoe.launch.run_result import RunResult, code_of_job, conclude
 from pekoe.launch.sbatch import submit_script
 from pekoe.launch.slurm_commands import SlurmError
-from pekoe.launch.stop_signals import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.launch.submitted_jobs import SCRIPT, JobEntry, submissions_of
 from pekoe.launch.terminal import say
 from pekoe.pipeline import files
@@ -64,7 +64,10 @@ def run_submitted(run_path: str, overrides: Sequence[str] = (), after: int | Non
     while after is not None and _is_local_job(after):
         time.sleep(1.0)
     run = RunDirectory(Path(run_path))
-    code = run_job(run, overrides)
+    try:
+        code = run_job(run, overrides)
+    except (ValueError, OSError) as error:
+        raise RunFailedError(f"{run.path}: {WRONG_CONFIGURATION}: {error}", EXIT_CONFIGURATION) from error
     if not is_mine(run):
         _leave(EXIT_DONE)
     if code == EXIT_REQUEUE and _is_continued(run):
@@ -296,8 +299,8 @@ def job_of(run: RunDirectory, entry: JobEntry) -> SubmittedJob | LocalRunJob:
 
 def error_in(trace: str) -> Exception:
     """The error that a trace ends with."""
-    for kind in (RunFailedError, RunStoppedError):
-        _, found, text = trace.rpartition(f"{kind.__name__}: ")
+    for make, name in ((run_failed, RunFailedError.__name__), (RunStoppedError, RunStoppedError.__name__)):
+        _, found, text = trace.rpartition(f"{name}: ")
         if found:
-            return kind(text.strip())
+            return make(text.strip())
     return RunFailedError(f"the job failed before the run began:\n{trace.strip()}")

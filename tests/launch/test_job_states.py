@@ -95,5 +95,8 @@ def test_errors_come_back_from_their_traces() -> None:
     failed = error_in("Traceback …\npekoe.launch.run_errors.RunFailedError: attempt 0 failed: x: y\nmore\n")
     assert isinstance(failed, RunFailedError)
     assert str(failed) == "attempt 0 failed: x: y\nmore"
+    wrong = error_in("…\npekoe.launch.run_errors.RunFailedError: /run: the configuration is wrong: no such mpiexec\n")
+    assert isinstance(wrong, RunFailedError)
+    assert (failed.exit_code, wrong.exit_code) == (1, 78)
     assert isinstance(error_in("…\npekoe.launch.run_errors.RunStoppedError: stopped"), RunStoppedError)
     assert "before the run began" in str(error_in("Traceback …\nModuleNotFoundError: no yaml"))

@@ -93,6 +93,17 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sums: P
     return TinyJob(folder, tiny_model, sums)
 
 
+@pytest.fixture
+def login(cluster: Cluster, tiny_job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """This process is on a login node of the cluster."""
+    from pekoe.launch.slurm import StateWatcher, SubmittedJob
+
+    for name, value in {**cluster.environment, **tiny_job.variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher())
+    return cluster
+
+
 def _yaml(values: dict[str, Any]) -> str:
     """Dotted keys as nested mappings."""
     import yaml

@@ -11,18 +11,8 @@ from virtual_cluster import Cluster
 
 from pekoe.launch.run_errors import RunStoppedError
 from pekoe.launch.run_jobs import RunJob
-from pekoe.launch.slurm import StateWatcher, SubmittedJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
-
-
-@pytest.fixture
-def login(cluster: Cluster, tiny_job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """This process is on a login node of the cluster."""
-    for name, value in {**cluster.environment, **tiny_job.variables}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher())
-    return cluster
 
 
 def pekoe(cluster: Cluster, tiny_job: TinyJob, *arguments: object) -> str:

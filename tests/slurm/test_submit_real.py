@@ -29,15 +29,6 @@ END_SECONDS = 150.0
 SMALL = {"total_train_steps": 2, "cluster.n_gpus_per_node": 1, "cluster.grace_seconds": 20.0}
 
 
-@pytest.fixture
-def login(cluster: Cluster, tiny_job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """This process is on a login node of the cluster."""
-    for name, value in {**cluster.environment, **tiny_job.variables}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher())
-    return cluster
-
-
 def pekoe(cluster: Cluster, tiny_job: TinyJob, *arguments: object) -> str:
     command = [sys.executable, "-m", "pekoe.launch.cli", *map(str, arguments)]
     return cluster.run(command, seconds=END_SECONDS, variables=tiny_job.variables).stdout
