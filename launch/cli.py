@@ -238,9 +238,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(text)
         return code
     from pekoe.launch.allocation import place
+    from pekoe.launch.jobs_text import check_is_no_sweep
     from pekoe.pipeline.runs.doctor import diagnose
 
     run = RunDirectory(Path(target))
+    check_is_no_sweep(run.path, "doctor")
     check_is_run(run)
     found = diagnose(run, deep=arguments.deep, place=place)
     print(found.json() if arguments.json else found.text())

@@ -116,7 +116,7 @@ def _seeds(text: str | None) -> list[int]:
 def _resume(arguments: argparse.Namespace) -> int:
     from pekoe.launch.submit import resume
 
-    run = _run_of(arguments)
+    run = _run_of(arguments, "resume")
     job = resume(run, arguments.overrides)
     print(f"{job.entry.kind} job {job.job_id}: {run.path}", flush=True)
     return _wait([job]) if arguments.wait else EXIT_DONE
@@ -142,14 +142,14 @@ def _wait(jobs: Any) -> int:
 def _cancel(arguments: argparse.Namespace) -> int:
     from pekoe.launch.cancel import cancel
 
-    print(cancel(_run_of(arguments), now=arguments.now))
+    print(cancel(_run_of(arguments, "cancel"), now=arguments.now))
     return EXIT_DONE
 
 
 def _logs(arguments: argparse.Namespace) -> int:
     from pekoe.launch.run_logs import choose_files, follow, print_logs
 
-    run = _run_of(arguments)
+    run = _run_of(arguments, "logs")
     paths = choose_files(run, arguments.attempt, arguments.rank)
     if not paths:
         print(f"pekoe: {run.path} has written nothing yet", file=sys.stderr)
@@ -171,7 +171,10 @@ def _goes_on(run: RunDirectory) -> bool:
         return True
 
 
-def _run_of(arguments: argparse.Namespace) -> RunDirectory:
+def _run_of(arguments: argparse.Namespace, command: str) -> RunDirectory:
+    from pekoe.launch.jobs_text import check_is_no_sweep
+
     run = RunDirectory(arguments.run.absolute())
+    check_is_no_sweep(run.path, command)
     check_is_run(run)
     return run

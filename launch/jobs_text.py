@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pekoe.launch.attempts import RunDirectoryError
 from pekoe.launch.job_states import GONE, JobState, read_states
 from pekoe.launch.run_result import attempt_code
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.submitted_jobs import JobEntry, jobs_of
-from pekoe.launch.sweeps import Sweep
+from pekoe.launch.sweeps import Sweep, read_sweep
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -40,6 +41,17 @@ def sweep_text(sweep: Sweep) -> str:
         lines.append(f"  {one.job_id or '-':>12}  {words[one.run]:<14}  {' '.join(one.overrides)}  {one.run}")
     hidden = len(sweep.elements) - SHOWN_ELEMENTS
     return "\n".join([*lines, *([f"  and {hidden} more"] if hidden > 0 else [])])
+
+
+def check_is_no_sweep(path: Path, command: str) -> None:
+    """RunDirectoryError for a sweep's folder: `pekoe COMMAND` takes one of its runs, which the text lists."""
+    sweep = read_sweep(path)
+    if sweep is not None:
+        first = sweep.elements[0].run if sweep.elements else "RUN"
+        raise RunDirectoryError(
+            f"{path} is a sweep; `pekoe {command}` takes one of its runs, e.g. `pekoe {command} {first}`\n"
+            f"{sweep_text(sweep)}"
+        )
 
 
 def _job_lines(run: RunDirectory) -> list[str]:

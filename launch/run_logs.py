@@ -40,8 +40,9 @@ def choose_files(run: RunDirectory, attempt: int | None = None, rank: int | None
     return [*printed, *(_others(folder) if folder else []), *ranks[:1]]
 
 
-def print_logs(paths: Sequence[Path], lines: int, out: TextIO = sys.stdout) -> dict[Path, int]:
+def print_logs(paths: Sequence[Path], lines: int, out: TextIO | None = None) -> dict[Path, int]:
     """The last lines of each, with its name above where there are several; returns how far each was read, in bytes."""
+    out = out or sys.stdout
     positions = {}
     for path in paths:
         text, size = last_lines(path, lines)
@@ -57,10 +58,11 @@ def follow(
     choose: Callable[[], Sequence[Path]],
     positions: dict[Path, int],
     goes_on: Callable[[], bool],
-    out: TextIO = sys.stdout,
+    out: TextIO | None = None,
 ) -> None:
     """Prints what is added, to files that `choose` names later, too, until the run no longer goes on and all is
     printed."""
+    out = out or sys.stdout
     shown = next(reversed(positions), None)
     ending, looked = False, time.monotonic()
     while True:

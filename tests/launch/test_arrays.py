@@ -11,6 +11,7 @@ from submitit.core.utils import DelayedSubmission
 from pekoe.launch import submitted_jobs
 from pekoe.launch.arrays import submit_rest
 from pekoe.launch.attempts import RunDirectoryError
+from pekoe.launch.cli import main
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.sweeps import (
     Element,
@@ -95,6 +96,19 @@ def test_an_element_knows_its_job_by_its_run_directory(slurm: FakeSlurm, tmp_pat
     assert (entry.job_id, entry.kind, entry.folder) == ("101_2", "slurm", str(sweep.path / "slurm"))
     submitted_jobs.note_job(run, submitted_jobs.JobEntry("105", "slurm", str(run.slurm), "resume"))
     assert [one.job_id for one in submitted_jobs.jobs_of(run)] == ["101_2", "105"]
+
+
+@pytest.mark.parametrize("command", ["doctor", "logs", "cancel", "resume"])
+def test_a_command_for_one_run_names_those_of_a_sweep(
+    slurm: FakeSlurm, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = submit_rest(open_sweep(tmp_path / "sweep", {}, elements(tmp_path, 2)), str)
+    slurm.command("squeue", "echo '101_0|RUNNING|n1|None'; echo '101_1|PENDING||Priority'")
+    assert main([command, str(sweep.path)]) == 78
+    said = capsys.readouterr().err
+    assert f"{sweep.path} is a sweep; `pekoe {command}` takes one of its runs" in said
+    assert f"`pekoe {command} {tmp_path}/e0`" in said
+    assert f"101_1  PENDING         seed=1  {tmp_path}/e1" in said
 
 
 def test_a_sweep_grows_but_keeps_its_configuration(slurm: FakeSlurm, tmp_path: Path) -> None:
