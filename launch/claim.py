@@ -128,6 +128,14 @@ def living_owner(run: RunDirectory) -> Owner | None:
     return owner if _lives(run, owner, nobody, time.monotonic()) else None
 
 
+def is_over(run: RunDirectory) -> bool:
+    """Whether somebody has had the run and certainly nobody has it now; False while Slurm gives no answer."""
+    try:
+        return newest_owner(run) is not None and living_owner(run) is None
+    except SlurmError:
+        return False
+
+
 def is_mine(run: RunDirectory) -> bool:
     """Whether this process is the one that took the run last."""
     owner = newest_owner(run)

@@ -208,6 +208,7 @@ def _config_import(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    from pekoe.launch.claim import is_over
     from pekoe.launch.jobs_text import jobs_text, sweep_text
     from pekoe.launch.sweeps import read_sweep
     from pekoe.pipeline.leases.describe_worlds import describe_worlds
@@ -217,8 +218,8 @@ def _status(arguments: argparse.Namespace) -> int:
     if sweep is not None:
         print(sweep_text(sweep))
         return 0
-    print(status(arguments.run))
     run = RunDirectory(arguments.run.absolute())
+    print(status(arguments.run, over=is_over(run)))
     for text in (jobs_text(run), describe_worlds(run)):
         if text:
             print(text)

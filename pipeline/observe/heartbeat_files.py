@@ -27,6 +27,8 @@ class HeartbeatFile:
     heartbeat: Heartbeat
     attempt: int
     time: float
+    gone: bool = False
+    """Whether it is known from elsewhere (Slurm, the driver) that the rank lives no more."""
 
     def age_seconds(self, now: float) -> float:
         """Seconds since it was written, as far as the clocks of the two machines agree."""

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -36,20 +37,22 @@ SHOWN_FIGURES = (
 )
 
 
-def status(run_path: Path | str, *, now: float | None = None) -> str:
-    """A text for people; raises ValueError when the path is no run directory."""
+def status(run_path: Path | str, *, now: float | None = None, over: bool = False) -> str:
+    """A text for people; raises ValueError when the path is no run directory. `over`: nobody drives the run any more,
+    however young its heartbeats are."""
     run = RunDirectory(Path(run_path))
     if not (run.run_json.exists() or run.config.exists() or run.heartbeats.is_dir()):
         raise ValueError(f"{run_path}: not a run directory (no run.json, config.yaml or heartbeats/)")
     now = time.time() if now is None else now
-    heartbeats = read_heartbeats(run)
+    heartbeats = [replace(item, gone=over) for item in read_heartbeats(run)]
+    living = [] if over else heartbeats
     parts = [
         f"run {run.path}",
         head_text(heartbeats, now),
         ranks_text(heartbeats, now) if heartbeats else "",
-        stalled_text(heartbeats, now),
-        waits_text(heartbeats, now),
-        oldest_text(heartbeats),
+        stalled_text(living, now),
+        waits_text(living, now),
+        oldest_text(living),
         gauges_text(heartbeats),
         figures_text(run),
         files_text(run),
@@ -65,7 +68,7 @@ def head_text(heartbeats: list[HeartbeatFile], now: float) -> str:
     states = Counter(state_of(item, now) for item in heartbeats)
     counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
     ends_at = next((item.heartbeat.ends_at for item in heartbeats if item.heartbeat.ends_at is not None), None)
-    running = set(states) != {"ended"}
+    running = bool({"alive", "silent"} & set(states))
     rest = "" if ends_at is None or not running else f", the job ends in {duration(max(0.0, ends_at - now))}"
     return f"attempt {heartbeats[0].attempt}, {len(heartbeats)} ranks ({counts}){rest}"
 

@@ -37,9 +37,11 @@ class ThreadNow:
 
 
 def state_of(item: HeartbeatFile, now: float) -> str:
-    """`alive`, `silent` (no heartbeat for long), or `ended` for a rank that ended in order."""
+    """`alive`, `silent` (no heartbeat for long), `gone`, or `ended` for a rank that ended in order."""
     if item.heartbeat.phase == "ended":
         return "ended"
+    if item.gone:
+        return "gone"
     return "alive" if item.age_seconds(now) <= SILENT_SECONDS else "silent"
 
 

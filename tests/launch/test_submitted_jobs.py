@@ -13,7 +13,9 @@ import pytest
 
 from pekoe.launch.attempts import Attempt, RunDirectoryError, note_end
 from pekoe.launch.claim import Owner, claim, newest_owner
+from pekoe.launch.cli import main
 from pekoe.launch.error_record import ErrorRecord, write_record
+from pekoe.launch.heartbeat_files import write_heartbeat
 from pekoe.launch.jobs_text import jobs_text
 from pekoe.launch.run_errors import JobEndedError, RunFailedError, RunStoppedError
 from pekoe.launch.run_jobs import RunJob
@@ -22,6 +24,7 @@ from pekoe.launch.slurm import StateWatcher, SubmittedJob
 from pekoe.launch.submit import check_is_free
 from pekoe.launch.submitted_jobs import JobEntry, forget_job, jobs_of, note_job
 from pekoe.pipeline import files
+from pekoe.pipeline.messages import Heartbeat
 from pekoe.pipeline.run_directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -153,3 +156,21 @@ def test_a_claim_names_the_file_that_the_driver_prints_to(run: RunDirectory, tmp
     assert again is not None
     again.release()
     assert [one.job_id for one in jobs_of(run)] == ["7"], "one entry for all restarts"
+
+
+def test_what_slurm_knows_to_be_dead_is_not_called_alive(
+    run: RunDirectory, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Right after a kill the heartbeats are seconds old."""
+    driven_by(run, 0, "7", 20.0)
+    files.make_folder(run.heartbeats)
+    write_heartbeat(run, 0, Heartbeat(0, "trainer", "n1", 4711, 1, "training", 0.0, 3))
+    for state, ranks in (("RUNNING", "1 alive"), ("COMPLETING", "1 alive"), ("FAILED", "1 gone")):
+        slurm.command("squeue", f"echo '7|{state}|n1|None'")
+        assert main(["status", str(run.path)]) == 0
+        said = capsys.readouterr().out
+        assert f"1 ranks ({ranks})" in said
+        assert f"job 7 (script): {state} on n1" in said
+    slurm.command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert main(["status", str(run.path)]) == 0
+    assert "1 ranks (1 alive)" in capsys.readouterr().out, "no answer is no end"

@@ -60,6 +60,19 @@ def test_heartbeats_come_back_by_rank_and_damaged_ones_are_left_out(run: RunDire
     assert found[0].age_seconds(NOW - 5) == 0, "clocks that disagree give no negative age"
 
 
+def test_ranks_of_a_run_that_is_over_are_gone_however_young_their_heartbeats(run: RunDirectory) -> None:
+    put(
+        run,
+        msgspec.structs.replace(beat(0, "trainer", "wait for rows", oldest_seconds=5.0), ends_at=NOW + 600),
+        NOW - 1,
+    )
+    put(run, beat(1, "rollout", "ended"), NOW - 1)
+    assert "(1 alive, 1 ended), the job ends in" in status(run.path, now=NOW)
+    said = status(run.path, now=NOW, over=True)
+    assert "(1 ended, 1 gone)\n" in said
+    assert "alive" not in said
+
+
 def test_only_the_newest_attempt_counts_and_an_orderly_end_is_told(run: RunDirectory) -> None:
     put(run, beat(0, "trainer", "ended"), NOW - 900, attempt=3)
     put(run, beat(1, "rollout", "decode"), NOW - 5000, attempt=2)
