@@ -1,7 +1,7 @@
 """Rollout arrays: job arrays of `pekoe attach RUN`, each element a small world that serves a run through its directory.
 
-RUN/slurm/rollout-arrays.json   the arrays that were submitted
-RUN/slurm/attach-A_I.log        what the elements print, one file each, all restarts of it
+RUN/slurm/rollout-arrays/A.json   an array that was submitted; many may submit at once
+RUN/slurm/attach-A_I.log          what the elements print, one file each, all restarts of it
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 from pekoe.launch.attempts import PACKAGE_ROOT
 from pekoe.launch.job_states import read_states
@@ -20,7 +19,7 @@ from pekoe.launch.sweeps import check_array_text
 from pekoe.pipeline import files
 from pekoe.pipeline.run_directory import RunDirectory
 
-NAME = "rollout-arrays.json"
+FOLDER = "rollout-arrays"
 
 
 def submit_rollout_array(
@@ -57,8 +56,9 @@ def submit_rollout_array(
         files.remove(script)
         raise
     files.publish(script, run.slurm / f"{job_id}_attach.sh")
-    record = [*_arrays(run), {"job_id": job_id, "array": array, "overrides": list(given), "time": time.time()}]
-    files.write_json(run.slurm / NAME, {"arrays": record})
+    files.make_folder(run.slurm / FOLDER)
+    record = {"job_id": job_id, "array": array, "overrides": list(given), "time": time.time()}
+    files.write_json(run.slurm / FOLDER / f"{job_id}.json", record)
     return job_id
 
 
@@ -71,8 +71,7 @@ def array_jobs(run: RunDirectory) -> list[str]:
 
 
 def _arrays(run: RunDirectory) -> list[dict[str, object]]:
-    path = Path(run.slurm / NAME)
-    return list(files.read_json(path)["arrays"]) if path.exists() else []
+    return [files.read_json(path) for path in sorted((run.slurm / FOLDER).glob("*.json"))]
 
 
 def _indices(array: str) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pekoe.launch.attempts import RunDirectoryError
 from pekoe.launch.claim import Owner
 from pekoe.launch.cli import main
 from pekoe.launch.heartbeat_files import write_heartbeat
-from pekoe.launch.rollout_arrays import submit_rollout_array
+from pekoe.launch.rollout_arrays import array_jobs, submit_rollout_array
 from pekoe.launch.run_jobs import RunJob
 from pekoe.launch.slurm_commands import SlurmError
 from pekoe.launch.submit import resume, submit
@@ -240,6 +241,26 @@ def test_an_array_of_worlds_that_attach(slurm: FakeSlurm, config: Path, capsys: 
     with pytest.raises(ValueError, match="position"):
         submit_rollout_array(run, "0-1", ["allocation=hf:x1"])
     assert slurm.num_calls == 2
+
+
+def test_arrays_that_are_submitted_at_once_are_all_known(slurm: FakeSlurm, config: Path) -> None:
+    (job,) = submit(config)
+    slurm.command("sbatch", "sleep 0.$((RANDOM % 3)); echo Submitted batch job $$")
+    gate, given = threading.Barrier(6), []
+
+    def work() -> None:
+        gate.wait(10)
+        given.append(submit_rollout_array(job.run, "0-1", ["allocation=hf:d1", "cluster.n_nodes=1"]))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    lines = "; ".join(f"echo '{one}_[0-1]|PENDING||'" for one in given)
+    slurm.command("squeue", lines)
+    assert sorted(array_jobs(job.run)) == sorted(given)
+    assert len(set(given)) == 6
 
 
 def test_without_slurm_there_is_nothing_to_say_of_a_run_that_was_not_submitted(tmp_path: Path) -> None:
