@@ -66,7 +66,7 @@ def run_submitted(run_path: str, overrides: Sequence[str] = (), after: int | Non
     run = RunDirectory(Path(run_path))
     try:
         code = run_job(run, overrides)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise RunFailedError(f"{run.path}: {WRONG_CONFIGURATION}: {error}", EXIT_CONFIGURATION) from error
     if not is_mine(run):
         _leave(EXIT_DONE)
