@@ -245,14 +245,18 @@ down() {
   local who name pid i
   export SLURM_CONF=$folder/etc/slurm.conf
   timeout 5 scancel -f --user=root --state=RUNNING,PENDING,SUSPENDED >/dev/null 2>&1 || true
-  try 15 no_jobs || true
+  try 15 no_jobs || { timeout 5 scancel -f --signal=KILL --user=root >/dev/null 2>&1; try 5 no_jobs; } || true
   timeout 5 scontrol shutdown >/dev/null 2>&1 || true
   for who in slurmd- slurmctld slurmdbd mariadbd munged; do
     while read -r name pid; do
       case $name in "$who"*) stop "$pid" ;; esac
     done <"$folder/pids"
   done
-  for i in $(seq "$nodes"); do ip netns del "$prefix-n$i" 2>/dev/null || true; done
+  for i in $(seq "$nodes"); do
+    ip netns del "$prefix-n$i" 2>/dev/null || true
+    # goes with its network by itself, unless a process is left there
+    ip link del "${prefix}v$i" 2>/dev/null || true
+  done
   ip link del "${prefix}br" 2>/dev/null || true
   rm -f "$folder/pids"
   echo "slurm cluster: is down"
