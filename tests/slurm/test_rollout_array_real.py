@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -36,6 +35,7 @@ def test_an_array_of_three_serves_a_trainer(cluster: Cluster, tiny_job: TinyJob)
         **{
             "allocation": "fsdp:d1", "rollout_array.enabled": True, "rollout_array.lease_seconds": 5.0,
             "rollout_array.poll_seconds": 0.2, "reward.name": "slow_reward:slow_digit_share",
+            "reward.args": {"seconds": 0.05},
             "total_train_steps": NUM_STEPS, "total_train_epochs": 400, "recover.freq_steps": 10,
             "cluster.n_gpus_per_node": 1, "cluster.site": "virtual",
         },
@@ -47,7 +47,7 @@ def test_an_array_of_three_serves_a_trainer(cluster: Cluster, tiny_job: TinyJob)
         cluster, tiny_job, "submit", "--rollout-array", run, "--array", "0-2", "allocation=hf:d1",
         "cluster.continue_by=requeue", "cluster.slurm.partition=low",
     )  # fmt: skip
-    job = json.loads((run / "slurm" / "rollout-arrays.json").read_text())["arrays"][-1]["job_id"]
+    (job,) = (path.stem for path in (run / "slurm" / "rollout-arrays").glob("*.json"))
     assert job in array
     cluster.wait_for(lambda: ledger_step(run) >= 2, 90, f"step 2 of {run}: {said}")
     cluster.wait_for(lambda: len(worlds(run)) == 3, 60, "three worlds")
