@@ -37,7 +37,7 @@ OWN_WRITES = {
     "pipeline/reward/process_tree.py": "a setting of the kernel under /proc",
     "pipeline/observe/append_file.py": "cuts off a line that the layer could not write whole",
     "pipeline/observe/stack_request.py": "a question to a living rank, and its answer: worth nothing after a crash",
-    "launch/claim.py": "a claim that only one can make: written by the layer, then linked to its name",
+    "launch/numbered_files.py": "a number that only one can take: written by the layer, then linked to its name",
     "launch/shared_memory.py": "memory of a node that a killed MPI world has left",
     "launch/rank_log.py": "standard output and error of a rank, as they come",
     "launch/heartbeat_files.py": "what a rank says of itself every few seconds: worth nothing after a crash",

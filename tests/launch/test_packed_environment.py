@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 WRAPPER = Path(__file__).resolve().parents[2] / "launch" / "packed_environment.py"
@@ -69,6 +70,7 @@ def test_whoever_unpacks_may_be_killed(archive: Path, tmp_path: Path) -> None:
     os.mkfifo(slow)
     first = start(slow, tmp_path / "node", "python", "-c", SHOW)
     feed = open_when_read(slow)
+    (reader,) = psutil.Process(first.pid).children()
     first.kill()
     first.communicate(timeout=10)
     second = start(slow, tmp_path / "node", "python", "-c", SHOW)
@@ -76,6 +78,8 @@ def test_whoever_unpacks_may_be_killed(archive: Path, tmp_path: Path) -> None:
     whole = archive.read_bytes()
     with feed:
         feed.write(whole[:2048])
+    psutil.wait_procs([reader], timeout=30)
+    assert not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE
     with open_when_read(slow) as feed:
         feed.write(whole)
     out, _ = end(second)
