@@ -231,7 +231,7 @@ def learner(engine, folder, asynchronous, thread):
     parts = LearnerParts(
         post=post, inbox=inbox, head=0, engine=engine, read_rows=lambda keys: [],
         add_advantages=lambda *_: None, make_loss=lambda *_: None, needs_prox_forward=False,
-        transfer_error=RuntimeError, send_weights=lambda *_: None, check_sequences=[],
+        transfer_error=RuntimeError, send_weights=lambda *_: None, share_weights=lambda *_: "token", check_sequences=[],
         checkpoint_folder=lambda version: folder / f"v{version}",
         other_files=lambda: {"rng-0": b"numbers"},
         start_thread=thread, export_folder=lambda path: folder / path, set_phase=lambda *_, **__: None,
