@@ -16,6 +16,9 @@ rank_environment.enter(plan)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+
+os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+os.environ.setdefault("FI_TCP_IFACE", "eth0")
 from mpi4py import MPI  # noqa: E402
 
 owner, endpoint = listen(2) if plan.facts.rank == 0 else (None, "")
