@@ -16,9 +16,6 @@ rank_environment.enter(plan)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-
-os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-os.environ.setdefault("FI_TCP_IFACE", "eth0")
 from mpi4py import MPI  # noqa: E402
 
 owner, endpoint = listen(2) if plan.facts.rank == 0 else (None, "")
@@ -30,3 +27,6 @@ dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world
 number = torch.tensor([float(plan.facts.rank + 1)])
 dist.all_reduce(number)
 print(f"sum {number.item():.0f} over {os.environ['GLOO_SOCKET_IFNAME']} at {host}", flush=True)
+MPI.COMM_WORLD.Barrier()
+dist.destroy_process_group()
+del store

@@ -122,7 +122,8 @@ def test_array_tasks_share_no_cache(cluster: Cluster) -> None:
 
 
 def test_trainers_on_two_nodes_meet_over_the_chosen_interface(cluster: Cluster) -> None:
-    job = cluster.sbatch(f"srun --mpi=pmi2 {PYTHON} {HERE / 'gloo_program.py'}", "--nodes=2", "--ntasks-per-node=1")
+    step = f"srun --mpi=pmi2 --kill-on-bad-exit=1 {PYTHON} {HERE / 'gloo_program.py'}"
+    job = cluster.sbatch(step, "--nodes=2", "--ntasks-per-node=1")
     assert cluster.wait(job, seconds=120) == "COMPLETED", cluster.output(job)
     head = f"10.77.{cluster.number}.1"
     assert [line for line in cluster.output(job).splitlines() if line.startswith("sum")] == [
