@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from virtual_cluster import Cluster
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
+
+from doctor_report import Examined
+
 pytestmark = pytest.mark.slurm
 
 PROGRAM = (
@@ -26,26 +30,6 @@ def write_site(folder: Path, name: str, slurm: dict[str, Any] | None = None, **s
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps({"cluster": {**values, "slurm": {"partition": "debug", **(slurm or {})}}}))
     return str(path)
-
-
-class Examined:
-    """What the doctor said, and whether the cluster is as it was."""
-
-    def __init__(self, text: str, code: int) -> None:
-        assert text.startswith("{"), text
-        said = json.loads(text)
-        assert said["exit_code"] == code
-        self.code = code
-        self.findings: list[dict[str, str]] = said["findings"]
-
-    def find(self, area: str, text: str) -> dict[str, str]:
-        matching = [one for one in self.findings if one["area"] == area and text in one["text"]]
-        assert len(matching) == 1, json.dumps(self.findings, indent=1)
-        return matching[0]
-
-    @property
-    def problems(self) -> list[str]:
-        return [one["text"] for one in self.findings if one["severity"] == "problem"]
 
 
 def examine(cluster: Cluster, site: str) -> Examined:
