@@ -57,6 +57,12 @@ class Part:
     def size(self) -> int:
         return self.dimensions.size
 
+    @property
+    def instances(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each model instance (the data dimension counts instances); the first of each leads it."""
+        size = self.size // self.dimensions.data
+        return tuple(self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
+
     def __str__(self) -> str:
         name = "" if self.role in ("rollout", "actor") else f"[{self.role}]"
         if self.feed_forward is None:
@@ -87,6 +93,11 @@ class Placement:
     @property
     def rollout_ranks(self) -> tuple[int, ...]:
         return self.rollout.ranks if self.rollout else ()
+
+    @property
+    def rollout_leaders(self) -> tuple[int, ...]:
+        """The rank of each rollout instance that runs workflows; the others lend their device."""
+        return tuple(ranks[0] for ranks in self.rollout.instances) if self.rollout else ()
 
     @property
     def colocated(self) -> bool:

@@ -5,7 +5,7 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
 
     head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
-    rollout -> head    DiskRefused
+    rollout -> head    DiskRefused, EngineFailed, EngineRestored
     rollout -> rollout HandedOver
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, WeightsShared, Saved, Exported, Present
@@ -233,6 +233,19 @@ class WeightsLoaded(Message, frozen=True):
     check: tuple[float, ...] = ()
     """Log-probs of the check sequences by the engine."""
     error: str = ""
+
+
+class EngineFailed(Message, frozen=True):
+    """The engine of a rollout rank has failed and is being built anew; its requests wait there. The rank takes part in
+    no weight update until `EngineRestored`."""
+
+    reason: str
+    restarts: int
+    """How often this rank has built its engine anew, this time included."""
+
+
+class EngineRestored(Message, frozen=True):
+    """The engine stands again, with the weights it was built from: it serves nothing until it has the current ones."""
 
 
 class Phase(Message, frozen=True):

@@ -21,6 +21,7 @@ REWARDS = {
 }
 INFERENCE_ENGINES = {
     "hf": "pekoe.pipeline.rollout.engines.hf_engine:HfEngine",
+    "vllm": "pekoe.pipeline.rollout.engines.vllm.vllm_engine:VllmEngine",
 }
 TRAIN_ENGINES = {
     "fsdp": "pekoe.pipeline.train.engines.fsdp_engine:FsdpEngine",

@@ -20,4 +20,11 @@ class GenerationConfig:
     top_k: int = setting(0, "sample among the k likeliest tokens; 0 = all", minimum=0)
     greedy: bool = setting(False, "take the likeliest token instead of sampling")
     stop_token_ids: list[int] = setting(list, "token ids that end a completion, beside the model's own end tokens")
+    ignore_eos: bool = setting(False, "the model's own end tokens do not end a completion")
+    frequency_penalty: float = setting(
+        0.0, "taken from a token's logit for each time that it was sampled; log-probs are recorded without it"
+    )
+    logit_bias: dict[int, float] = setting(
+        dict, "token id: what is added to its logit; log-probs are recorded without it"
+    )
     stop: list[str] = setting(list, "strings that end a completion; the token that completes one is kept")

@@ -25,6 +25,15 @@ class RolloutConfig:
     stale_policy: str = setting("wait", "what to do with a group about to become too old", choices=("wait", "drop"))
     stale_wait_seconds: float = setting(600.0, "how long `wait` waits before the group is dropped", above=0)
     max_reissues: int = setting(3, "deliberate re-issues of a prompt before it is skipped", minimum=0)
+    engine_process: str = setting(
+        "auto",
+        "where the engine runs: own = in the rank's process, child = in a child that dies with it, auto = child for a "
+        "vllm engine on the trainer's ranks, else own",
+        choices=("auto", "own", "child"),
+    )
+    max_engine_restarts: int = setting(
+        3, "how often a rank builds a failed engine anew before the attempt ends", minimum=0
+    )
     max_slots: int = setting(64, "sequences that one engine decodes together", minimum=1)
     episode_seconds: float = setting(600.0, "time limit of an episode", above=0)
     episode_retries: int = setting(1, "how often an episode that raised is tried again", minimum=0)

@@ -18,6 +18,7 @@ from pekoe.pipeline.config.schedule import (
     StatsLoggerConfig,
     WeightsConfig,
 )
+from pekoe.pipeline.config.vllm_section import VllmConfig
 
 
 @dataclass
@@ -42,6 +43,7 @@ class RunConfig:
     gconfig: GenerationConfig = setting(GenerationConfig, "sampling for training")
     eval_gconfig: GenerationConfig | None = setting(None, "sampling for evaluation; null = as gconfig")
     rollout: RolloutConfig = setting(RolloutConfig, "rollout side")
+    vllm: VllmConfig = setting(VllmConfig, "the vLLM engine")
     rollout_array: RolloutArrayConfig = setting(RolloutArrayConfig, "worlds that attach to the run")
     workflow: WorkflowConfig = setting(WorkflowConfig, "what an episode does")
     reward: RewardConfig = setting(RewardConfig, "how completions are judged")

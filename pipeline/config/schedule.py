@@ -42,6 +42,13 @@ class WeightsConfig:
     """Weight transfer."""
 
     bucket_mib: int = setting(64, "size of a bucket", minimum=1)
+    update_mode: str = setting(
+        "interrupt",
+        "what sequences under way do in an update: interrupt = stop at a token, load, recompute KV, go on; drain = "
+        "finish first; overlap = as interrupt, but decoding stops only once the weights have arrived (a second copy)",
+        choices=("interrupt", "drain", "overlap"),
+    )
+    drain_seconds: float = setting(600.0, "how long sequences have to finish (update_mode: drain)", above=0)
     ready_seconds: float = setting(60.0, "how long engines have to stop at a token", above=0)
     bucket_seconds: float = setting(120.0, "time limit of one bucket", above=0)
 

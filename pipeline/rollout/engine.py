@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 from pekoe.pipeline.records import Finish, Float32, Int32
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+    from torch._C._distributed_c10d import Store
+
+    from pekoe.pipeline.config.vllm_section import VllmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,12 @@ class SamplingParameters:
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    """The model's own end tokens do not end the completion; `stop_token_ids` and `stop` still do."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it is in the completion so far."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,8 @@ class GenerationRequest:
     group_size: int = 1
     min_version: int = 0
     """The request waits until the engine's weights are at least this old."""
+    adapter: str = ""
+    """Name of the LoRA adapter that samples; empty: the model itself. `versions` are then the adapter's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +66,61 @@ class Response:
     finish: Finish
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is built from. It can travel to another process."""
+
+    path: str
+    """Model folder in Hugging Face format."""
+    tokenizer_path: str
+    dtype: str
+    device: str
+    """Kind: `cpu`, `cuda` or `npu`."""
+    device_index: int
+    """Among the devices that the process sees."""
+    max_slots: int
+    """Sequences decoded together, at most."""
+    context_limit: int
+    """Most tokens of prompt plus completion."""
+    deterministic: bool = False
+    sleeps: bool = False
+    """The device is shared with a trainer: `sleep` must give memory back."""
+    options: VllmConfig | None = None
+    """The section of the configuration that is the engine's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The ranks that make one engine together (tensor parallelism). The first leads; the others lend their device."""
+
+    size: int = 1
+    rank: int = 0
+    """Within the instance."""
+    store: Store | None = None
+    """Where the ranks of the instance meet; None for one rank."""
+
+
+class EngineFailedError(RuntimeError):
+    """The engine that computed the request has failed: the same request may be issued again to another one."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed while the request was under way, or before."""
+
+
 class InferenceEngine(Protocol):
-    """One engine owns one thread (or process) that decodes; all methods are thread-safe."""
+    """One engine owns one thread (or process) that decodes; all methods are thread-safe.
+
+    Engines are registered by a class with `build(settings, instance, on_failure) -> InferenceEngine`."""
 
     async def generate(self, request: GenerationRequest) -> Response:
         """Cancelling the task aborts the request and frees its slot. Zero room gives an empty LENGTH response."""
         ...
 
-    def pause(self) -> None:
-        """Returns when decoding has stopped at a token; unfinished sequences are kept. Nested calls are an error."""
+    def pause(self, *, drain: bool = False) -> None:
+        """Returns when decoding has stopped at a token; unfinished sequences are kept. Nested calls are an error.
+
+        With `drain` the sequences under way are finished first; requests that have not begun wait."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -80,8 +139,13 @@ class InferenceEngine(Protocol):
 
     def wake(self) -> None: ...
 
-    def logprobs(self, sequences: list[Int32]) -> list[Float32]:
-        """Token-aligned log-probs [T] (first is 0) at temperature 1 of given sequences. Paused only."""
+    def logprobs(self, sequences: list[Int32], temperature: float = 1.0) -> list[Float32]:
+        """Token-aligned log-probs [T] (first is 0) of given sequences. Paused only."""
+        ...
+
+    def load_adapter(self, name: str, folder: Path, version: int) -> None:
+        """Loads a LoRA adapter in PEFT's format, or replaces the one of that name; requests under way go on with the
+        new one. Paused only. ValueError where the engine has none."""
         ...
 
     def gauges(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.messages import Hello, PrepareWeights
 from pekoe.pipeline.registry import INFERENCE_ENGINES, WEIGHT_TRANSPORTS, WORKFLOWS, resolve
 from pekoe.pipeline.reward.pool import RewardFailure, RewardPool
-from pekoe.pipeline.rollout.engine import InferenceEngine, SamplingParameters
+from pekoe.pipeline.rollout.engine import EngineSettings, InferenceEngine, Instance, SamplingParameters
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
@@ -39,7 +39,7 @@ def roll(context: RunContext, pool: RewardPool) -> str:
     set_phase("loading the engine")
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_path)
     with context.building:
-        engine = build_engine(context, tokenizer)
+        engine = build_engine(context)
     receiver = build_receiver(context)
     hand_over = open_hand_over(context)
     loop = RolloutLoop(
@@ -88,21 +88,30 @@ def engine_progress(gauges: dict[str, float]) -> tuple[float, bool]:
     return gauges["tokens"] + gauges.get("prefilled_tokens", 0.0), bool(may_decode)
 
 
-def build_engine(context: RunContext, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+def build_engine(context: RunContext) -> InferenceEngine:
     """The configured inference engine; what stops its thread ends the world."""
-    config, rollout = context.config, context.ranks.rollout
-    assert rollout is not None
-    engine: InferenceEngine = resolve(INFERENCE_ENGINES, rollout.engine, "allocation")(
-        config.rollout.path or config.actor.path,
-        tokenizer=tokenizer,
+    assert context.ranks.rollout is not None
+    engine: InferenceEngine = resolve(INFERENCE_ENGINES, context.ranks.rollout.engine, "allocation").build(
+        engine_settings(context), Instance(), lambda error: context.world.abort(error, "engine")
+    )
+    return engine
+
+
+def engine_settings(context: RunContext) -> EngineSettings:
+    """What the engine of this rank is built from."""
+    config = context.config
+    return EngineSettings(
+        path=config.rollout.path or config.actor.path,
+        tokenizer_path=context.tokenizer_path,
         dtype=config.rollout.dtype,
-        device=context.torch_device,
+        device=context.device.kind,
+        device_index=context.device_index,
         max_slots=config.rollout.max_slots,
         context_limit=max(sequence_limit(config), evaluation_limit(config)),
         deterministic=config.rollout.deterministic,
-        on_failure=lambda error: context.world.abort(error, "engine"),
+        sleeps=context.ranks.colocated,
+        options=config.vllm,
     )
-    return engine
 
 
 def build_executor(
@@ -186,6 +195,9 @@ def sampling_parameters(config: GenerationConfig) -> SamplingParameters:
         greedy=config.greedy,
         stop_token_ids=tuple(config.stop_token_ids),
         stop=tuple(config.stop),
+        ignore_eos=config.ignore_eos,
+        frequency_penalty=config.frequency_penalty,
+        logit_bias=tuple(sorted(config.logit_bias.items())),
     )
 
 

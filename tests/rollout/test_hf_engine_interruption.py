@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pekoe.pipeline.records import Finish
+from pekoe.pipeline.rollout.engine import EngineClosedError
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
-from pekoe.pipeline.rollout.engines.hf_engine import EngineClosedError
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.served_model import ServedModel
 from pekoe.pipeline.rollout.engines.stop_check import StopCheck

@@ -16,13 +16,16 @@ import asyncio
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
+from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.records import Finish, Float32, Int32
-from pekoe.pipeline.rollout.engine import GenerationRequest, Response
+from pekoe.pipeline.rollout.engine import EngineClosedError, EngineSettings, GenerationRequest, Instance, Response
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.served_model import ServedModel
@@ -39,10 +42,6 @@ PREFILL_TOKENS_ACCELERATOR = 8192
 
 GATHER_SECONDS = 0.001
 """An idle engine starts when no request has come for this long: a group's samples come one after the other."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine was closed while the request was under way, or before."""
 
 
 class HfEngine:
@@ -92,6 +91,24 @@ class HfEngine:
         self._thread = threading.Thread(target=self._run, name="hf-engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def build(
+        cls, settings: EngineSettings, instance: Instance, on_failure: Callable[[BaseException], None] | None = None
+    ) -> HfEngine:
+        """As the registry's users ask for it. ValueError for an instance of several ranks."""
+        if instance.size > 1:
+            raise ValueError(f"rollout.backend: an hf engine of {instance.size} ranks; allowed: dimension d alone")
+        return cls(
+            settings.path,
+            tokenizer=AutoTokenizer.from_pretrained(settings.tokenizer_path),
+            dtype=settings.dtype,
+            device=choose(settings.device).torch_device(settings.device_index),
+            max_slots=settings.max_slots,
+            context_limit=settings.context_limit,
+            deterministic=settings.deterministic,
+            on_failure=on_failure,
+        )
+
     async def generate(self, request: GenerationRequest) -> Response:
         """See the protocol. RuntimeError when the engine failed or was closed, ValueError when it cannot be served."""
         stop = self._check(request)
@@ -110,7 +127,7 @@ class HfEngine:
             if future.cancelled():
                 self._cancel(sequence)
 
-    def pause(self) -> None:
+    def pause(self, *, drain: bool = False) -> None:
         with self._condition:
             self._raise_if_stopped()
             if self._pause_wanted:
@@ -150,9 +167,12 @@ class HfEngine:
         self._require_paused("wake")
         self._asleep = False
 
-    def logprobs(self, sequences: list[Int32]) -> list[Float32]:
+    def logprobs(self, sequences: list[Int32], temperature: float = 1.0) -> list[Float32]:
         self._require_paused("logprobs")
         return self._model.logprobs(sequences)
+
+    def load_adapter(self, name: str, folder: Path, version: int) -> None:
+        raise ValueError(f"adapter {name!r}: the hf engine has no LoRA adapters; take rollout.backend: vllm:…")
 
     def gauges(self) -> dict[str, float]:
         decoder = self._decoder
