@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How one completion is sampled; see `gconfig` for the meaning of each."""
+    """How one completion is sampled; see `gconfig` for the meaning of each.
+
+    Order: bias, penalty and the ban on stop tokens before `min_new_tokens` change the logits; then temperature, top-k,
+    top-p (of what top-k leaves), draw. Whatever was drawn, its recorded log-prob is log_softmax(logits / temperature)
+    over the whole vocabulary, as the model gives the logits: the same number that the trainer computes.
+    """
 
     max_new_tokens: int = 512
     min_new_tokens: int = 0

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def draw(logits, uniforms, forbidden=(), **fields):
     rows = len(uniforms)
-    sampler = TokenSampler([SamplingParameters(**fields)] * rows, CPU)
+    sampler = TokenSampler([SamplingParameters(**fields)] * rows, CPU, len(logits))
     return sampler.sample(torch.tensor(logits).expand(rows, -1), uniforms, forbidden)
 
 
@@ -65,10 +65,10 @@ def test_rows_with_different_parameters_do_not_disturb_each_other():
         SamplingParameters(temperature=0.3),
     ]
     uniforms = [0.3, 0.9, 0.99, 0.0, 0.999, 0.5]
-    tokens, logprobs = TokenSampler(rows, CPU).sample(logits, uniforms)
+    tokens, logprobs = TokenSampler(rows, CPU, 50).sample(logits, uniforms)
     for i, row in enumerate(rows):
         if row is not None:
-            one_token, one_logprob = TokenSampler([row], CPU).sample(logits[i : i + 1], uniforms[i : i + 1])
+            one_token, one_logprob = TokenSampler([row], CPU, 50).sample(logits[i : i + 1], uniforms[i : i + 1])
             assert tokens[i] == one_token[0]
             assert logprobs[i] == one_logprob[0]
             assert logprobs[i] == pytest.approx(torch.log_softmax(logits[i] / row.temperature, -1)[tokens[i]].item())
@@ -78,7 +78,7 @@ def test_rows_with_different_parameters_do_not_disturb_each_other():
 
 def test_half_precision_logits_are_computed_in_float32():
     logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
-    _, logprobs = TokenSampler([SamplingParameters(greedy=True)], CPU).sample(logits, [0.0])
+    _, logprobs = TokenSampler([SamplingParameters(greedy=True)], CPU, 3).sample(logits, [0.0])
     assert logprobs.dtype == torch.float32
     assert logprobs.item() == pytest.approx(torch.log_softmax(logits.float(), -1)[0, 2].item())
 
@@ -90,3 +90,45 @@ def test_uniform_stream_is_a_function_of_the_seed():
     assert numbers != [other() for _ in range(200)]
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == 200
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_a_cut_distribution_in_closed_form(kind):
+    """Logits [2, 1, 0] at 0.6: the first two hold 97 %, so a mass of 0.9 leaves these; log-probs stay the full ones."""
+    weights = np.exp(np.array([2.0, 1.0, 0.0]) / 0.6)
+    full = weights / weights.sum()
+    stream = UniformStream(3)
+    logits = torch.tensor([2.0, 1.0, 0.0], dtype=kind).expand(20000, -1)
+    sampler = TokenSampler([SamplingParameters(temperature=0.6, top_p=0.9)] * 20000, CPU, 3)
+    tokens, logprobs = sampler.sample(logits, [stream() for _ in range(20000)])
+    assert logprobs.dtype == kind
+    np.testing.assert_allclose(logprobs.numpy(), np.log(full)[tokens.numpy()], rtol=1e-6)
+    share = np.bincount(tokens.numpy(), minlength=3) / 20000
+    np.testing.assert_allclose(share, [full[0] / full[:2].sum(), full[1] / full[:2].sum(), 0], atol=0.01)
+
+
+def test_bias_and_penalty_come_before_the_temperature_and_leave_logprobs_alone():
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
+    rows = [
+        SamplingParameters(temperature=0.6, frequency_penalty=0.5, logit_bias=((2, 1.5),)),
+        SamplingParameters(temperature=2.0, logit_bias=((0, -100.0),)),
+    ]
+    full = torch.log_softmax(logits / torch.tensor([[0.6], [2.0]]), -1)
+    changed = torch.softmax(torch.tensor([2.0 - 2 * 0.5, 1.0 - 0.5, 1.5], dtype=torch.float64) / 0.6, -1)
+    edges = changed.cumsum(-1)
+    for uniform, token in ((0.0, 0), (edges[0] - 1e-6, 0), (edges[0] + 1e-6, 1), (edges[1] + 1e-6, 2)):
+        sampler = TokenSampler(rows, CPU, 3, [[0, 1, 0], []])
+        tokens, logprobs = sampler.sample(logits, [float(uniform), 0.0])
+        assert tokens.tolist() == [token, 1]
+        torch.testing.assert_close(logprobs, full.gather(1, tokens[:, None])[:, 0])
+
+
+def test_the_penalty_grows_with_what_is_sampled():
+    rows = [SamplingParameters(greedy=True, frequency_penalty=0.4), SamplingParameters(greedy=True)]
+    sampler = TokenSampler(rows, CPU, 3)
+    logits = torch.tensor([[1.0, 0.5, -9.0], [1.0, 0.5, -9.0]])
+    drawn = [sampler.sample(logits, [0.0, 0.0])[0].tolist() for _ in range(6)]
+    assert [first for first, _ in drawn] == [0, 0, 1, 0, 1, 0]
+    assert {second for _, second in drawn} == {0}
+    half = TokenSampler(rows, CPU, 3, [[0, 0, 1], []])
+    assert [half.sample(logits, [0.0, 0.0])[0].tolist()[0] for _ in range(3)] == [0, 1, 0]

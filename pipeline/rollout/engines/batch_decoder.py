@@ -151,7 +151,8 @@ class BatchDecoder:
             positions = [0 if s is None else s.length - 1 for s in self.rows]
             self._pass = DecodePass(self.cache, positions, whole_length=self._fixed_length is not None)
             sampling = [None if s is None else s.request.sampling for s in self.rows]
-            self._sampler = TokenSampler(sampling, self.model.device)
+            completions = [() if s is None else s.completion for s in self.rows]
+            self._sampler = TokenSampler(sampling, self.model.device, self.model.vocabulary, completions)
             last = [0 if s is None else s.last_token for s in self.rows]
             self._tokens = torch.tensor(last, device=self.model.device)
             self._unripe = [row for row, s in enumerate(self.rows) if s is not None and s.stop.min_new > 0]

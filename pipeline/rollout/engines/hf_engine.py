@@ -169,7 +169,7 @@ class HfEngine:
 
     def logprobs(self, sequences: list[Int32], temperature: float = 1.0) -> list[Float32]:
         self._require_paused("logprobs")
-        return self._model.logprobs(sequences)
+        return self._model.logprobs(sequences, temperature)
 
     def load_adapter(self, name: str, folder: Path, version: int) -> None:
         raise ValueError(f"adapter {name!r}: the hf engine has no LoRA adapters; take rollout.backend: vllm:…")
@@ -197,7 +197,7 @@ class HfEngine:
     def _check(self, request: GenerationRequest) -> StopCheck:
         """How the request ends; ValueError when it cannot be served."""
         sampling = request.sampling
-        check_sampling(sampling)
+        check_sampling(sampling, self._model.vocabulary)
         if not request.tokens:
             raise ValueError("request.tokens: the prompt is empty; allowed: at least one token")
         last = self._model.vocabulary - 1
@@ -210,7 +210,7 @@ class HfEngine:
             allowed = f"1 to rollout.max_slots ({self._max_slots})"
             raise ValueError(f"gconfig.n_samples: a deterministic group of {request.group_size}; allowed: {allowed}")
         room = min(sampling.max_new_tokens, self._context_limit - len(request.tokens))
-        ids = self._end_ids.union(sampling.stop_token_ids)
+        ids = (frozenset() if sampling.ignore_eos else self._end_ids).union(sampling.stop_token_ids)
         decode = None if self._tokenizer is None else self._decode_text
         return StopCheck(ids, sampling.stop, sampling.min_new_tokens, room, decode)
 

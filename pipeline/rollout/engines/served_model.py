@@ -62,19 +62,19 @@ class ServedModel:
         return logits[:, -1]
 
     @torch.inference_mode()
-    def logprobs(self, sequences: Sequence[Int32]) -> list[Float32]:
-        """Token-aligned log-probs [T] (the first is 0) at temperature 1, without the cache."""
+    def logprobs(self, sequences: Sequence[Int32], temperature: float = 1.0) -> list[Float32]:
+        """Token-aligned log-probs [T] (the first is 0) at a temperature, without the cache."""
         results: list[Float32] = []
         budget = LOGIT_BYTES // (4 * self.vocabulary)
         batch: list[Int32] = []
         for sequence in sequences:
             if batch and sum(map(len, batch)) + len(sequence) > budget:
-                results += self._packed_logprobs(batch)
+                results += self._packed_logprobs(batch, temperature)
                 batch = []
             batch.append(sequence)
-        return results + (self._packed_logprobs(batch) if batch else [])
+        return results + (self._packed_logprobs(batch, temperature) if batch else [])
 
-    def _packed_logprobs(self, sequences: Sequence[Int32]) -> list[Float32]:
+    def _packed_logprobs(self, sequences: Sequence[Int32], temperature: float) -> list[Float32]:
         offsets = np.cumsum([0, *map(len, sequences)]).tolist()
         starts = zip(sequences, offsets[:-1], strict=True)
         segments = [Segment(row=0, start=0, count=len(s), offset=offset) for s, offset in starts if len(s)]
@@ -85,7 +85,7 @@ class ServedModel:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = torch.tensor(tokens, device=self.device)[1:, None]
         flat = np.zeros(len(tokens), np.float32)
-        flat[1:] = torch.log_softmax(logits[:-1], dim=-1).gather(1, targets)[:, 0].cpu().numpy()
+        flat[1:] = torch.log_softmax(logits[:-1] / temperature, dim=-1).gather(1, targets)[:, 0].cpu().numpy()
         flat[[segment.offset for segment in segments]] = 0
         return [flat[a:b] for a, b in itertools.pairwise(offsets)]
 
