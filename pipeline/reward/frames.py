@@ -1,4 +1,4 @@
-"""Frames between rank, supervisor and workers: a 4-byte length, then one msgpack struct.
+"""Frames between rank, supervisor and workers: each one msgpack struct.
 
 What goes down to a worker carries the arguments of a call as a pickle, so that tuples, integer keys and arrays of an
 example arrive as they are. What comes up is never unpickled: a worker runs other people's code.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
-MAX_BYTES = 1 << 30
+from pekoe.pipeline import framed_stream
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
@@ -87,8 +85,7 @@ _decoder = msgspec.msgpack.Decoder(AnyFrame)
 
 
 def encode(frame: Frame) -> bytes:
-    body = msgspec.msgpack.encode(frame)
-    return LENGTH.pack(len(body)) + body
+    return framed_stream.frame(msgspec.msgpack.encode(frame))
 
 
 def send_frame(channel: socket.socket, frame: Frame) -> None:
@@ -97,37 +94,11 @@ def send_frame(channel: socket.socket, frame: Frame) -> None:
 
 def receive_frame(channel: socket.socket) -> AnyFrame | None:
     """The next frame; None at the end of the stream. Raises ValueError for what is no frame."""
-    head = _receive_exactly(channel, LENGTH.size)
-    if head is None:
-        return None
-    body = _receive_exactly(channel, _checked_length(head))
+    body = framed_stream.receive(channel)
     return None if body is None else _decoder.decode(body)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> AnyFrame | None:
     """`receive_frame` for asyncio."""
-    try:
-        head = await reader.readexactly(LENGTH.size)
-        return _decoder.decode(await reader.readexactly(_checked_length(head)))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-def _checked_length(head: bytes) -> int:
-    length = int(LENGTH.unpack(head)[0])
-    if length > MAX_BYTES:
-        raise ValueError(f"a frame of {length} bytes; at most {MAX_BYTES} are allowed")
-    return length
-
-
-def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        try:
-            part = channel.recv(min(size - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
+    body = await framed_stream.read(reader)
+    return None if body is None else _decoder.decode(body)

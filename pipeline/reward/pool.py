@@ -20,7 +20,6 @@ import math
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -31,9 +30,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from pekoe.pipeline.child_processes import end_keeper, start_keeper
 from pekoe.pipeline.config.rollout import RewardConfig
+from pekoe.pipeline.process_tree import family
 from pekoe.pipeline.reward.frames import Answer, Call, Failed, Forget, Setup, Workers, receive_frame, send_frame
-from pekoe.pipeline.reward.process_tree import family
 
 WINDOW_CALLS = 200
 LEAST_CALLS = 50
@@ -83,16 +83,8 @@ class RewardPool:
 
     def start(self) -> RewardPool:
         """Starts the supervisor and returns at once; calls wait until workers are there."""
-        _warn_after_mpi()
         config = self._config
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pekoe.pipeline.reward.supervisor", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )
+        self._process, self._channel = start_keeper("pekoe.pipeline.reward.supervisor", "the reward pool")
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         targets = (config.name,) if config.name else ()
         send_frame(self._channel, Setup(targets, config.processes, config.timeout_seconds, self._start_seconds, path))
@@ -160,16 +152,8 @@ class RewardPool:
     def close(self) -> None:
         """Ends the supervisor and with it every worker; pending calls fail."""
         process, channel, self._process = self._process, self._channel, None
-        if process is None or channel is None:
-            return
-        with contextlib.suppress(OSError):
-            channel.shutdown(socket.SHUT_WR)
-        try:
-            process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            for pid in family(process.pid):
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
+        if process is not None and channel is not None:
+            end_keeper(process, channel, CLOSE_SECONDS)
 
     def __enter__(self) -> RewardPool:
         return self.start()
@@ -256,9 +240,3 @@ class RewardPool:
                     f"{share:.0%} of the last {num_calls} reward calls failed (reward.max_error_share {limit:g}); "
                     f"the latest: {self._example}"
                 )
-
-
-def _warn_after_mpi() -> None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():
-        logger.warning("the reward pool starts a process after MPI was initialised; start it before")

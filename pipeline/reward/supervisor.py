@@ -14,7 +14,6 @@ import asyncio
 import collections
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pekoe.pipeline.child_processes import ignore_job_signals, start_child
+from pekoe.pipeline.process_tree import adopt_orphans, has_ended, kill_all, reap_orphans
 from pekoe.pipeline.reward.frames import (
     Answer,
     AnyFrame,
@@ -37,10 +38,8 @@ from pekoe.pipeline.reward.frames import (
     encode,
     read_frame,
 )
-from pekoe.pipeline.reward.process_tree import adopt_orphans, has_ended, kill_all, reap_orphans
 
 MARKER = "PEKOE_REWARD_WORKER"
-MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "HYDRA_", "MPI_LOCAL")
 POLL_SECONDS = 1.0
 GONE_SECONDS = 30.0
 
@@ -90,8 +89,10 @@ class Worker:
 class Supervisor:
     """All state of the supervisor's process."""
 
-    def __init__(self, setup: Setup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, setup: Setup, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._setup = setup
+        self._rank = rank
+        """Process id."""
         self._reader = reader
         self._writer = writer
         self._calls: collections.deque[Call] = collections.deque()
@@ -101,7 +102,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Returns when the rank is gone; no process is left."""
-        loops = [self._listen(), self._watch_rank(os.getppid()), *map(self._run_slot, range(self._setup.processes))]
+        loops = [self._listen(), self._watch_rank(self._rank), *map(self._run_slot, range(self._setup.processes))]
         tasks = [asyncio.ensure_future(loop) for loop in loops]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -141,19 +142,11 @@ class Supervisor:
         """A new worker; the child's death signal needs that this is the main thread."""
         ours, theirs = socket.socketpair()
         self._num_started += 1
-        value = f"{os.getpid()}.{self._num_started}"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(MPI_PREFIXES)} | {MARKER: value}
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        marker = f"{MARKER}={os.getpid()}.{self._num_started}"
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pekoe.pipeline.reward.worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
+            process = start_child("pekoe.pipeline.reward.worker", (theirs.fileno(),), marker)
         reader, writer = await asyncio.open_connection(sock=ours)
-        return Worker(process, f"{MARKER}={value}", reader, writer)
+        return Worker(process, marker, reader, writer)
 
     async def _load(self, worker: Worker, target: str) -> None:
         """Raises RuntimeError when the function cannot be had: without it there is no pool."""
@@ -196,26 +189,21 @@ class Supervisor:
         self._writer.write(encode(frame))
 
 
-async def supervise(channel: socket.socket) -> None:
+async def supervise(channel: socket.socket, rank: int) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
     setup = await read_frame(reader)
     if isinstance(setup, Setup):
-        await Supervisor(setup, reader, writer).run()
+        await Supervisor(setup, rank, reader, writer).run()
     writer.close()
     await asyncio.wait([asyncio.ensure_future(writer.wait_closed())], timeout=POLL_SECONDS)
 
 
 def main() -> None:
     adopt_orphans()
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, _stay)
+    ignore_job_signals()
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
-    asyncio.run(supervise(channel))
-
-
-def _stay(_number: int, _frame: object) -> None:
-    """Signals to the whole job step are for the ranks; the supervisor ends with its rank."""
+    asyncio.run(supervise(channel, int(sys.argv[2])))
 
 
 if __name__ == "__main__":

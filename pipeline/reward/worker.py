@@ -1,6 +1,6 @@
 """A worker: imports reward functions and calls them one at a time, in its main thread (SIGALRM works).
 
-Started by the supervisor as `python -m pekoe.pipeline.reward.worker FD PARENT`. It waits for frames only; whatever a
+Started by the supervisor as `python -m pekoe.pipeline.reward.worker PARENT FD`. It waits for frames only; whatever a
 function does (spins, exits, closes files, starts children) is the supervisor's business.
 """
 
@@ -20,9 +20,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from pekoe.pipeline.child_processes import ignore_job_signals
+from pekoe.pipeline.process_tree import be_first_out_of_memory, die_with_parent
 from pekoe.pipeline.registry import REWARDS, resolve
 from pekoe.pipeline.reward.frames import Answer, Call, Load, Loaded, receive_frame, send_frame
-from pekoe.pipeline.reward.process_tree import be_first_out_of_memory, die_with_parent
 
 DETAIL_CHARACTERS = 2000
 
@@ -73,11 +74,10 @@ def number(result: Any) -> tuple[float, str, str]:
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
     be_first_out_of_memory()
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, _stay)
+    ignore_job_signals()
     sys.stdout = sys.stderr
     channel = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
@@ -88,11 +88,6 @@ def main() -> None:
                 send_frame(channel, load(functions, frame))
             elif isinstance(frame, Call):
                 send_frame(channel, judge(functions[frame.target], frame, runner))
-
-
-def _stay(_number: int, _frame: object) -> None:
-    """Signals to the whole job step are for the ranks. A handler, unlike SIG_IGN, is not inherited by what a
-    function starts."""
 
 
 async def _wait_for(result: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pekoe.pipeline.config.rollout import RewardConfig
+from pekoe.pipeline.process_tree import process_table
 from pekoe.pipeline.reward.pool import RewardError, RewardFailure, RewardPool, Score
-from pekoe.pipeline.reward.process_tree import process_table
 
 HERE = Path(__file__).parent
 TIMEOUT = 1.0

@@ -34,10 +34,11 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def be_first_out_of_memory() -> None:
-    """Makes the kernel's out-of-memory killer prefer this process (and its children) to a rank."""
+def be_first_out_of_memory(score: int = 1000) -> None:
+    """Makes the kernel's out-of-memory killer prefer this process (and its children) to a rank; of several, the one
+    with the highest score (at most 1000) goes first."""
     try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text(str(score))
     except PermissionError:
         return
 
@@ -84,6 +85,27 @@ def kill_all(root: int, marker: str) -> None:
             _signal(pid, signal.SIGSTOP)
         stopped |= fresh
     for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+
+
+def kill_marked(marker: str) -> None:
+    """Ends every process with `marker` (NAME=value) in its environment, whoever its parent is, but not this one."""
+    stopped: set[int] = {os.getpid()}
+    for _ in range(ROUNDS):
+        table = process_table()
+        fresh = {pid for pid in table.keys() - stopped if table[pid].state not in "ZX" and _has_variable(pid, marker)}
+        if not fresh:
+            break
+        for pid in fresh:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= fresh
+    for pid in stopped - {os.getpid()}:
+        _signal(pid, signal.SIGKILL)
+
+
+def kill_descendants() -> None:
+    """Ends all that came from this process and the rest of its session, but not itself."""
+    for pid in family(os.getpid()) - {os.getpid()}:
         _signal(pid, signal.SIGKILL)
 
 
