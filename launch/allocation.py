@@ -40,7 +40,7 @@ TRAINERS = ("fsdp", "megatron", "deepspeed", "native")
 TRAINER_NAMES = ("actor", "critic", "ref", "reward", "teacher")
 MAX_WORLD_SIZE = 1 << 20
 
-ENGINE_DIMENSIONS = {"hf": "d", "fsdp": "d"}
+ENGINE_DIMENSIONS = {"hf": "d", "vllm": "dt", "fsdp": "d"}
 """Letters that an engine of this version can use above 1."""
 
 PART_RULE = "a part is engine[name]:dimensions, e.g. fsdp:d4, vllm:d2t2, fsdp[critic]:d4"
@@ -315,6 +315,11 @@ def check_engines(placement: Placement) -> None:
                 problem = f"engine {part.engine!r} cannot do {LETTERS[letter]} parallelism ({letter}{degree})"
                 names = ", ".join(f"{name} ({LETTERS[name]})" for name in allowed)
                 raise AllocationError(problem, text, position, f"{part.engine} takes {names}")
+        if part.role == "rollout" and part.dimensions.tensor > 1 and placement.rollout_shares_ranks:
+            degree = part.dimensions.tensor
+            problem = f"engine {part.engine!r} cannot do tensor parallelism (t{degree}) on the trainer's ranks"
+            rule = f"ranks of their own (+), or {part.engine}:d{part.size} on the actor's (|)"
+            raise AllocationError(problem, text, position, rule)
 
 
 def check_has_rollout(placement: Placement) -> None:

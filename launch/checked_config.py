@@ -26,6 +26,7 @@ def load_checked(
 ) -> tuple[RunConfig, Placement]:
     """Paths are absolute in what is returned. ValueError lists what is wrong; warnings go to standard error."""
     from pekoe.launch.allocation import check_engines, check_has_rollout, place
+    from pekoe.launch.node_layout import torn_warnings
     from pekoe.pipeline.config.check import check
     from pekoe.pipeline.config.paths import resolve_paths
 
@@ -35,6 +36,7 @@ def load_checked(
     check_engines(placement)
     if not config.rollout_array.enabled:
         check_has_rollout(placement)
+    warnings += torn_warnings(config, placement)
     if not quiet:
         for warning in warnings:
             print(f"pekoe: warning: {warning}", file=sys.stderr)

@@ -66,10 +66,37 @@ def nodes_needed(config: RunConfig, placement: Placement) -> tuple[NodeGroup, ..
     return NodeGroup(trainers, cluster.spare_nodes), NodeGroup(rollouts)
 
 
+def torn_instances(config: RunConfig, placement: Placement) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Tensor-parallel groups that lie on several nodes: (engine, ranks). Their collectives cross the network."""
+    borders, first = [], 0
+    for group in nodes_needed(config, placement):
+        borders += [first + border for border in accumulate(group.ranks_per_node)]
+        first = borders[-1]
+    torn = []
+    for part in placement.parts:
+        size = part.dimensions.tensor
+        for start in range(part.ranks[0], part.ranks[-1] + 1, size):
+            if any(start < border < start + size for border in borders):
+                torn.append((part.engine, tuple(range(start, start + size))))
+    return tuple(torn)
+
+
+def torn_warnings(config: RunConfig, placement: Placement) -> list[str]:
+    """One sentence for each engine of which tensor-parallel groups lie on several nodes."""
+    torn = torn_instances(config, placement)
+    return [
+        f"allocation: {len(groups)} tensor-parallel group(s) of {engine!r} lie on several nodes (the first: ranks "
+        f"{groups[0][0]} to {groups[0][-1]}), which is slow; better: a t that divides the ranks of a node"
+        for engine in dict.fromkeys(engine for engine, _ in torn)
+        if (groups := [ranks for name, ranks in torn if name == engine])
+    ]
+
+
 def _spread(
     ranks: Sequence[int], num_nodes: int, most: int, tensor_groups: Sequence[tuple[int, int]], key: str
 ) -> tuple[int, ...]:
-    """Ranks per node: equally many where that tears no tensor-parallel group, else full nodes first."""
+    """Ranks per node: equally many where that tears no tensor-parallel group, else full nodes first but for the groups
+    that fit into a node."""
     count = len(ranks)
     if count < num_nodes:
         raise ValueError(f"{key}: {num_nodes} nodes for {count} ranks leaves nodes empty; allowed: <= {count}")
@@ -81,10 +108,29 @@ def _spread(
         even = (count // num_nodes,) * num_nodes
         if not _tears(even, ranks[0], tensor_groups):
             return even
+    fitting = [group for group in tensor_groups if group[1] <= most]
+    return _whole_groups(ranks, num_nodes, most, fitting) or _whole_groups(ranks, num_nodes, most, ())
+
+
+def _whole_groups(
+    ranks: Sequence[int], num_nodes: int, most: int, tensor_groups: Sequence[tuple[int, int]]
+) -> tuple[int, ...]:
+    """Full nodes first, with borders only where no group is; empty when the ranks do not fit so."""
+    inside = {rank for start, size in tensor_groups for rank in range(start + 1, start + size)}
+    borders = [index for index in range(1, len(ranks) + 1) if ranks[0] + index not in inside]
+    if len(borders) < num_nodes:
+        return ()
     layout: list[int] = []
+    begin = at = 0
     for nodes_after in reversed(range(num_nodes)):
-        layout.append(min(most, count - sum(layout) - nodes_after))
-    return tuple(layout)
+        last = len(borders) - 1 - nodes_after
+        while at <= last and borders[at] - begin <= most:
+            at += 1
+        if at == 0 or borders[at - 1] <= begin:
+            return ()
+        layout.append(borders[at - 1] - begin)
+        begin = borders[at - 1]
+    return tuple(layout) if begin == len(ranks) else ()
 
 
 def _tensor_groups(placement: Placement) -> list[tuple[int, int]]:

@@ -100,6 +100,11 @@ class Placement:
         return tuple(ranks[0] for ranks in self.rollout.instances) if self.rollout else ()
 
     @property
+    def rollout_shares_ranks(self) -> bool:
+        """Some ranks both train and roll out; never so in an attached world, which has no trainer."""
+        return bool(set(self.rollout_ranks) & set(self.trainer_ranks))
+
+    @property
     def colocated(self) -> bool:
         """Rollout runs on the actor's ranks."""
         return self.rollout_ranks == self.actor.ranks

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pekoe.launch.allocation import AllocationError, check_engines, check_has_rollout, parse, place
+from pekoe.launch.allocation import AllocationError, check_engines, check_has_rollout, parse, place, place_attached
 from pekoe.launch.placement import Dimensions, Part, Placement
 from pekoe.pipeline.config.run import RunConfig
 
@@ -160,11 +160,22 @@ def test_a_backend_is_one_part_of_the_right_kind(actor: str, rollout: str, words
     assert words in str(caught.value)
 
 
-def test_engines_of_today_take_data_parallelism() -> None:
-    for text in ("hf:d1+fsdp:d1", "hf:d2|fsdp:d2", "fsdp:d4", "hf:d2t1+fsdp:d4p1"):
+def test_engines_of_today_take_their_own_dimensions() -> None:
+    for text in (
+        "hf:d1+fsdp:d1",
+        "hf:d2|fsdp:d2",
+        "fsdp:d4",
+        "hf:d2t1+fsdp:d4p1",
+        "vllm:d2t2+fsdp:d4",
+        "vllm:d1|fsdp:d1",
+    ):
         check_engines(parse(text))
+    check_engines(place_attached(configured("vllm:d2t2")))
     for text, words in (
         ("hf:d1t2+fsdp:d1", r"engine 'hf' cannot do tensor parallelism \(t2\)"),
+        ("vllm:d1p2+fsdp:d1", r"engine 'vllm' cannot do pipeline parallelism \(p2\)"),
+        ("vllm:d1t2|fsdp:d2", r"engine 'vllm' cannot do tensor parallelism \(t2\) on the trainer's ranks"),
+        ("sglang:d1t2+fsdp:d2", "engine 'sglang' is not available in this version"),
         ("hf:d1+fsdp:d2c2", r"engine 'fsdp' cannot do context parallelism \(c2\)"),
         ("hf:d1+fsdp:(attn:d2|ffn:d1e2)", "engine 'fsdp' cannot do a hybrid"),
         ("hf:d1+fsdp:d1+fsdp[critic]:d1", "a separate critic is not available in this version"),
@@ -173,6 +184,17 @@ def test_engines_of_today_take_data_parallelism() -> None:
         with pytest.raises(AllocationError, match=words) as caught:
             check_engines(parse(text))
         assert caught.value.rule
+
+
+def test_instances_are_neighbours_and_the_first_of_each_leads() -> None:
+    placement = parse("vllm:d2t2+fsdp:d3")
+    assert placement.rollout is not None
+    assert placement.rollout.instances == ((3, 4), (5, 6))
+    assert placement.rollout_leaders == (3, 5)
+    attached = place_attached(configured("vllm:d2t4"))
+    assert attached.rollout_leaders == (0, 4)
+    assert attached.world_size == 8
+    assert not attached.rollout_shares_ranks
 
 
 def test_a_run_with_rollout_asks_for_the_part() -> None:

@@ -79,6 +79,19 @@ def test_only_ranks_that_train_alone_see_torch_variables(tmp_path: Path) -> None
     assert colocated.role_rank is None
 
 
+def test_ranks_of_a_tensor_parallel_engine_see_none_of_torchs_variables(tmp_path: Path) -> None:
+    plans = [make_plan(tmp_path, {**hydra(rank, 6), **TORCHRUN}, "vllm:d2t2+fsdp:d2") for rank in range(6)]
+    for plan in plans[2:]:
+        assert not set(TORCHRUN) & set(plan.variables)
+        assert plan.role_rank is None
+    ports = [plan.variables["VLLM_PORT"] for plan in plans[2:]]
+    assert len(set(ports)) == 4
+    assert "VLLM_PORT" not in plans[0].variables
+    for plan in plans[2:]:
+        assert plan.ports is not None
+        plan.ports.release()
+
+
 def test_local_rank_is_the_place_in_the_visible_list(tmp_path: Path) -> None:
     """A library that takes LOCAL_RANK for a device's number gets one that exists."""
     narrowed = {
