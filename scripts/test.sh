@@ -1,32 +1,43 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the tests of one or more lanes; without an argument, every lane but slow.
+# Sets up the environments and runs the tests of one or more lanes; without an argument, every lane but slow.
 #   core      everything that needs neither more time nor more software than the set-up gives (unmarked tests)
-#   slurm, vllm, kernels, trainers    tests with that pytest mark
-#   slow      tests with the mark slow, of every lane
+#   vllm      tests with the mark vllm; those run in .venv-vllm, all others in .venv
+#   slurm, kernels, trainers    tests with that mark and not vllm
+#   slow      tests with the mark slow, of every lane, in both environments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 marks=(slurm vllm kernels trainers)
 if [ $# -eq 0 ]; then set -- core "${marks[@]}"; fi
 
-selection=""
+plain="" vllm=""
 for lane in "$@"; do
   case $lane in
-    core) part="not (slow or slurm or vllm or kernels or trainers)" ;;
-    slurm | vllm | kernels | trainers) part="$lane and not slow" ;;
-    slow) part="slow" ;;
+    core) plain+="${plain:+ or }(not (slow or slurm or vllm or kernels or trainers))" ;;
+    slurm | kernels | trainers) plain+="${plain:+ or }($lane and not slow and not vllm)" ;;
+    vllm) vllm+="${vllm:+ or }(vllm and not slow)" ;;
+    slow) plain+="${plain:+ or }(slow and not vllm)" vllm+="${vllm:+ or }(vllm and slow)" ;;
     *) echo "test: there is no lane $lane; lanes: core ${marks[*]} slow" >&2; exit 2 ;;
   esac
-  selection="${selection:+$selection or }($part)"
 done
 
-scripts/setup_venv.sh
-echo "test: lanes $*"
 code=0
-"${PEKOE_VENV:-.venv}/bin/python" -m pytest -m "$selection" || code=$?
-# pytest's 5: no test was selected.
-if [ "$code" -eq 5 ]; then
-  echo "test: there are no tests yet in: $*"
-  exit 0
-fi
+# run VENV SELECTION: the tests of a selection; pytest's 5 means that there is none.
+run() {
+  local ended=0
+  echo "test: lanes ${lanes[*]} in $1"
+  "$1/bin/python" -m pytest -m "$2" || ended=$?
+  if [ "$ended" -eq 5 ]; then
+    echo "test: there are no tests yet in: ${lanes[*]}, in $1"
+  elif [ "$ended" -ne 0 ]; then
+    echo "test: failed in $1 (pytest's exit code $ended)" >&2
+    code=$ended
+  fi
+}
+
+lanes=("$@")
+if [ -n "$plain" ]; then scripts/setup_venv.sh; fi
+if [ -n "$vllm" ]; then scripts/setup_venv.sh vllm; fi
+if [ -n "$plain" ]; then run "${PEKOE_VENV:-.venv}" "$plain"; fi
+if [ -n "$vllm" ]; then run "${PEKOE_VENV_VLLM:-.venv-vllm}" "$vllm"; fi
 exit "$code"

