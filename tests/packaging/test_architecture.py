@@ -22,6 +22,7 @@ HEAVY = ("torch", "mpi4py", "vllm", "transformers")
 
 # Library -> the files (or folders) that may import it, below the root.
 OWNERS = {
+    "aiohttp": ("pipeline/agents/",),
     "mpi4py": ("launch/world.py", "launch/postoffice.py", "launch/exchange.py"),
     "submitit": ("launch/slurm.py", "launch/arrays.py"),
     "h5py": ("pipeline/trajectory/",),
@@ -68,6 +69,25 @@ def test_no_stage_imports_another(stage: str) -> None:
         if any(module == other or module.startswith(f"{other}.") for other in others)
     ]
     assert offences == []
+
+
+def test_agents_stand_in_front_of_an_engine() -> None:
+    """Of the stages the folder imports the engine protocol alone, and only the wiring imports it."""
+    allowed = {"pekoe.pipeline.rollout.engine"}
+    stages = tuple(f"pekoe.pipeline.{stage}" for stage in (*STAGES, "runs"))
+    own = [
+        f"{file.relative_to(ROOT)}: {module}"
+        for file in sorted((ROOT / "pipeline" / "agents").rglob("*.py"))
+        for module in sorted(imports_of(file))
+        if module.startswith(stages) and not any(module == name or module.startswith(f"{name}.") for name in allowed)
+    ]
+    users = [
+        str(file.relative_to(ROOT))
+        for stage in STAGES
+        for file in sorted((ROOT / "pipeline" / stage).rglob("*.py"))
+        if any(module.startswith("pekoe.pipeline.agents") for module in imports_of(file))
+    ]
+    assert own + users == []
 
 
 def test_pipeline_does_not_import_launch() -> None:
