@@ -1,0 +1,76 @@
+"""What vLLM needs of the process before it is imported and built: environment, torch's default group, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from pekoe.pipeline.devices.device import choose
+from pekoe.pipeline.rollout.engine import Instance
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Set where the user has not. Everything runs in this process, whose threads stay where the launcher put them."""
+
+
+def check_installed() -> None:
+    """ValueError that says how to get vLLM, where it is not there."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "rollout.backend: vllm is chosen but not installed here; allowed: hf, or install it: pip install "
+            "'pekoe[vllm]' (on a machine without accelerator: scripts/setup_venv.sh vllm)"
+        )
+
+
+def set_environment() -> None:
+    """Before the first import of vllm."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING: is set to 1; allowed: 0, the engine runs in its rank's process"
+        )
+
+
+def make_default_group(instance: Instance, device: str) -> None:
+    """torch's default group, which vLLM takes as its world, of the ranks of the instance alone: whatever RANK and
+    WORLD_SIZE say. RuntimeError where this process already has one."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "rollout.engine_process: torch's default process group of this process is taken (by a trainer, or by an "
+            "engine that was not closed); allowed here: child"
+        )
+    store = instance.store
+    if store is None:
+        if instance.size > 1:
+            raise ValueError(f"an instance of {instance.size} ranks needs a store where they meet")
+        store = HashStore()
+    backend = choose(device).process_group_backend
+    dist.init_process_group(backend, store=store, rank=instance.rank, world_size=instance.size, timeout=GROUP_TIMEOUT)
+
+
+@contextlib.contextmanager
+def threads_kept() -> Iterator[None]:
+    """vLLM makes `torch.set_num_threads` do nothing; within, this thread gets the process's number first."""
+    set_num_threads = torch.set_num_threads
+    set_num_threads(torch.get_num_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads

@@ -1,0 +1,88 @@
+"""Who waits, who is in the batch, and what each of them has got; known to the leader of an instance alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from pekoe.pipeline.rollout.engine import Response
+from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
+from pekoe.pipeline.rollout.engines.vllm.commands import Add, Command, Remove
+
+
+class RequestBook:
+    """Requests in order of arrival. Its users hold a lock."""
+
+    def __init__(self, max_slots: int, deterministic: bool) -> None:
+        self.waiting: deque[SequenceState] = deque()
+        self.active: dict[int, SequenceState] = {}
+        """In the batch, by number."""
+        self.any_cancelled = False
+        self._removed: list[int] = []
+        """To be taken out of the batch."""
+        self._next_number = 0
+        self._max_slots = 1 if deterministic else max_slots
+        self._deterministic = deterministic
+
+    @property
+    def gathers(self) -> bool:
+        """True when more requests may still come before an idle engine starts."""
+        return not self.active and len(self.waiting) < self._max_slots
+
+    def may_start(self, version: int) -> bool:
+        return any(s.request.min_version <= version and not s.cancelled for s in self.waiting)
+
+    def changes(self, version: int, *, admit: bool = True) -> list[Command]:
+        """What is to be done to the batch before the next step: the ended and cancelled leave, others enter."""
+        if self.any_cancelled:
+            self._sweep()
+        commands: list[Command] = []
+        if self._removed:
+            commands.append(Remove(tuple(self._removed)))
+            self._removed.clear()
+        if admit and self.waiting and len(self.active) < self._max_slots:
+            commands += self._admit(version)
+        return commands
+
+    def book(self, sampled: Iterable[tuple[int, int, float]], version: int) -> list[tuple[SequenceState, Response]]:
+        """Gives every sequence its token; those that end with it, and their responses."""
+        ended = []
+        for number, token, logprob in sampled:
+            sequence = self.active[number]
+            sequence.append(token, logprob, version)
+            if sequence.finish is not None:
+                ended.append((sequence, sequence.response()))
+                self._removed.append(number)
+                del self.active[number]
+        return ended
+
+    def give_up(self, make_error: Callable[[], BaseException]) -> None:
+        """Fails every request that has no answer yet."""
+        orphans = [*self.active.values(), *self.waiting]
+        self.active.clear()
+        self.waiting.clear()
+        for sequence in orphans:
+            sequence.deliver(make_error())
+
+    def _sweep(self) -> None:
+        self.any_cancelled = False
+        for number in [number for number, sequence in self.active.items() if sequence.cancelled]:
+            self._removed.append(number)
+            del self.active[number]
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.cancelled)
+
+    def _admit(self, version: int) -> list[Command]:
+        """Those whose minimum version is reached, in order of arrival; deterministic: of group and sample."""
+        ready = [sequence for sequence in self.waiting if sequence.request.min_version <= version]
+        if self._deterministic:
+            ready.sort(key=lambda sequence: (sequence.request.group, sequence.request.sample))
+        chosen = ready[: self._max_slots - len(self.active)]
+        for sequence in chosen:
+            self.waiting.remove(sequence)
+        return [self._enter(sequence) for sequence in chosen]
+
+    def _enter(self, sequence: SequenceState) -> Add:
+        self._next_number += 1
+        self.active[self._next_number] = sequence
+        stop = sequence.stop
+        return Add(self._next_number, sequence.request, tuple(sorted(stop.token_ids)), stop.max_new)

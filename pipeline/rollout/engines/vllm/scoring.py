@@ -1,0 +1,34 @@
+"""Log-probs of given sequences by vLLM's own passes: all but the last token as a prompt, the last one forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pekoe.pipeline.records import Float32
+from pekoe.pipeline.rollout.engines.vllm.core_requests import scoring_request
+from pekoe.pipeline.rollout.engines.vllm.row_sampler import RowSampler, Scoring
+
+
+def score(
+    client: Any, sampler: RowSampler, advance: Callable[[], list[Any]], sequences: Sequence[Sequence[int]],
+    temperature: float,
+) -> list[Float32]:  # fmt: skip
+    """Token-aligned log-probs [T] (first is 0). Nothing else may be in vLLM's batch. Memory: the logits of one pass."""
+    results: list[Float32] = [np.zeros(len(tokens), np.float32) for tokens in sequences]
+    pending = {f"score-{place}": place for place, tokens in enumerate(sequences) if len(tokens) > 1}
+    sampler.scoring = Scoring(temperature, {key: sequences[place][-1] for key, place in pending.items()})
+    try:
+        for key, place in pending.items():
+            client.add_request(scoring_request(key, sequences[place][:-1]))
+        while pending:
+            for output in advance():
+                result = results[pending.pop(output.request_id)]
+                if output.new_prompt_logprobs_tensors is not None:
+                    result[1:-1] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+                result[-1] = output.new_logprobs.logprobs[0, 0]
+    finally:
+        sampler.scoring = None
+    return results
