@@ -103,6 +103,8 @@ class Instance:
     """Within the instance."""
     store: Store | None = None
     """Where the ranks of the instance meet; None for one rank."""
+    host: str = "127.0.0.1"
+    """Address under which the other ranks of the instance reach this one."""
 
 
 class EngineFailedError(RuntimeError):

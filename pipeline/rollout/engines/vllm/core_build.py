@@ -8,6 +8,7 @@ from typing import Any
 
 from pekoe.pipeline.config.vllm_section import VllmConfig
 from pekoe.pipeline.rollout.engine import EngineSettings, Instance
+from pekoe.pipeline.rollout.engines.vllm.instance_group import executor_class, forget_shared_memory, instance_name
 
 CPU_BLOCK_TOKENS = 32
 """Prompts share whole blocks only; vLLM's own choice on a CPU is 128."""
@@ -33,7 +34,13 @@ def build_core(settings: EngineSettings, instance: Instance) -> Any:
             config.cache_config.kv_cache_memory_bytes = cpu_cache_bytes(config, settings)
     elif instance.size == 1:
         config.device_config.device = f"{settings.device}:{settings.device_index}"
-    return InprocClient(config, Executor.get_class(config), log_stats=False)
+    if instance.size == 1:
+        return InprocClient(config, Executor.get_class(config), log_stats=False)
+    name = instance_name(instance)
+    try:
+        return InprocClient(config, executor_class(name, instance, settings.device_index), log_stats=False)
+    finally:
+        forget_shared_memory(name)
 
 
 def engine_arguments(settings: EngineSettings, instance: Instance) -> dict[str, Any]:

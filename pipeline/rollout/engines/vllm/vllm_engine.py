@@ -42,9 +42,12 @@ from pekoe.pipeline.rollout.engines.stop_check import StopCheck
 from pekoe.pipeline.rollout.engines.token_sampler import check_sampling
 from pekoe.pipeline.rollout.engines.vllm.checkpoint_names import CheckpointNames
 from pekoe.pipeline.rollout.engines.vllm.commands import Command, Load, LoadAdapter, Score, Sleep, Stop, Turn, Wake
+from pekoe.pipeline.rollout.engines.vllm.lockstep import Lockstep
 from pekoe.pipeline.rollout.engines.vllm.process_setup import check_installed
 from pekoe.pipeline.rollout.engines.vllm.request_book import RequestBook
+from pekoe.pipeline.rollout.engines.vllm.turn_codec import encode_turn
 from pekoe.pipeline.rollout.engines.vllm.vllm_core import VllmCore
+from pekoe.pipeline.rollout.engines.vllm.vllm_follower import Receive, VllmFollower
 
 if TYPE_CHECKING:
     Weights = Iterable[tuple[str, torch.Tensor]]
@@ -72,7 +75,8 @@ class VllmEngine:
 
     With `deterministic`, every sequence is decoded alone, lowest group and sample first: its tokens and log-probs do
     not depend, to the bit, on what else arrives or when. `on_failure` is called once, from the engine thread, with what
-    stopped it (kept in `failure`).
+    stopped it (kept in `failure`). Of an instance of several ranks this is the leader: each turn is shared with the
+    others first, and a failure on any of them is one of the engine, which cannot be closed in order any more.
     """
 
     def __init__(
@@ -100,6 +104,8 @@ class VllmEngine:
         """Why the weights may not serve; empty when they may."""
         self._closing = False
         self._core: VllmCore | None = None
+        self._line: Lockstep | None = None
+        """To the other ranks of the instance."""
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(built,), name="vllm-engine", daemon=True)
         self._thread.start()
@@ -112,6 +118,14 @@ class VllmEngine:
         """As the registry's users ask for it. ValueError where vLLM is not installed."""
         check_installed()
         return cls(settings, instance, on_failure)
+
+    @classmethod
+    def follow(
+        cls, settings: EngineSettings, instance: Instance, receive: Receive, on_failure: Callable[[BaseException], None]
+    ) -> VllmFollower:
+        """On the other ranks of an instance, while its first one calls `build`."""
+        check_installed()
+        return VllmFollower(settings, instance, receive, on_failure)
 
     @property
     def version(self) -> int:
@@ -254,6 +268,8 @@ class VllmEngine:
     def _run(self, built: Future[None]) -> None:
         """The engine thread."""
         try:
+            if self._instance.size > 1:
+                self._line = Lockstep(self._instance, self._stop_with)
             core = self._core = VllmCore(self._settings, self._instance, self._names)
         except BaseException as error:
             built.set_exception(error)
@@ -262,6 +278,8 @@ class VllmEngine:
         try:
             while True:
                 turn, call = self._take(core)
+                if self._line is not None:
+                    self._line.share(encode_turn(turn))
                 self._compute(core, turn, call)
                 if turn.commands == (Stop(),):
                     break
@@ -270,7 +288,15 @@ class VllmEngine:
         else:
             self._give_up(lambda: EngineClosedError("vllm engine: it was closed"))
         finally:
-            core.close()
+            self._end(core)
+
+    def _end(self, core: VllmCore) -> None:
+        """Gives back what the engine holds; with other ranks, after a failure, that would wait for those that are gone."""
+        if self._line is not None:
+            if self.failure is not None:
+                return
+            self._line.close()
+        core.close()
 
     def _take(self, core: VllmCore) -> tuple[Turn, Call | None]:
         """Waits for something to do: commands, and whether a step follows; with the caller that waits, if any."""
@@ -300,6 +326,8 @@ class VllmEngine:
             core.apply(command)
         if turn.step:
             sampled = core.step()
+            if self._line is not None:
+                self._line.digest.add(sampled)
             with self._condition:
                 ended = self._book.book(sampled, core.version)
             for sequence, response in ended:
@@ -313,7 +341,7 @@ class VllmEngine:
             answer = core.apply(call.command, call.weights)
         except BaseException as error:
             call.answer.set_exception(error)
-            if not call.may_fail or core.is_lost:
+            if not call.may_fail or core.is_lost or self._line is not None:
                 raise
         else:
             if isinstance(call.command, Load):
@@ -322,6 +350,8 @@ class VllmEngine:
 
     def _stop_with(self, error: BaseException) -> None:
         with self._condition:
+            if self.failure is not None:
+                return
             self.failure = error
             self._condition.notify_all()
         try:
