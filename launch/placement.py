@@ -99,6 +99,11 @@ class Placement:
         """The rank of each rollout instance that runs workflows; the others lend their device."""
         return tuple(ranks[0] for ranks in self.rollout.instances) if self.rollout else ()
 
+    def tasks_of(self, rank: int) -> tuple[str, ...]:
+        """`roles_of`, but none for a rank that only lends its device to an engine: what a rank has to prepare for."""
+        lends = rank in self.rollout_ranks and rank not in self.rollout_leaders
+        return () if lends else self.roles_of(rank)
+
     @property
     def rollout_shares_ranks(self) -> bool:
         """Some ranks both train and roll out; never so in an attached world, which has no trainer."""

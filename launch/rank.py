@@ -95,7 +95,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
 
     state.set_phase("preparing")
     wiring = importlib.import_module(origin.wiring)
-    prepared = wiring.prepare(config, roles)
+    prepared = wiring.prepare(config, placement.tasks_of(facts.rank))
     settings = world_settings(config)
     with World.join(placement.world_size, settings, facts=facts, state=state, signals=signals) as world:
         try:

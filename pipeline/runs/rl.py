@@ -4,6 +4,8 @@
       the head also                                              controller thread: decisions (`rl_head.py`)
     rollout rank      main thread: the same                      rollout thread: messages, shards (`rl_rollout.py`)
                                                                  executor thread: workflows; engine thread: decoding
+      of an engine over several ranks, all but the first         rollout thread: weights; engine thread: lockstep
+                                                                 (`rl_follower.py`)
     colocated rank    both columns in one process; the device is the engine's or the trainer's by turns
 
     controller  waits for groups    <- rollout thread publishes shards       (Published, after Flush when it starves)
@@ -59,8 +61,8 @@ def run(
     from transformers.utils import logging as transformers_logging
 
     from pekoe.pipeline.runs.resume import Past, go_back
+    from pekoe.pipeline.runs.rl_follower import serve
     from pekoe.pipeline.runs.rl_head import lead
-    from pekoe.pipeline.runs.rl_rollout import roll
     from pekoe.pipeline.runs.rl_trainer import train
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -83,9 +85,7 @@ def run(
     if "trainer" in roles:
         crew.start("learner", lambda: outcomes.append(train(context, crew, functools.partial(lead, past=past))))
     if "rollout" in roles:
-        assert prepared.pool is not None
-        pool = prepared.pool
-        crew.start("rollout", lambda: outcomes.append(roll(context, pool)))
+        crew.start("rollout", lambda: outcomes.append(serve(context, prepared.pool)))
     world.serve(crew.done)
     if prepared.pool is not None:
         prepared.pool.close()

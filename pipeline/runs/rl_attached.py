@@ -40,7 +40,7 @@ def run(
     """One rank of an attached world, from the formed world to its end. Exit code: 0 done, 75 stopped by a signal."""
     from transformers.utils import logging as transformers_logging
 
-    from pekoe.pipeline.runs.rl_rollout import roll
+    from pekoe.pipeline.runs.rl_follower import serve
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     served = RunDirectory(directory.path.parent.parent)
@@ -53,14 +53,13 @@ def run(
     world.set_version(start.version)
     outcomes: list[str] = []
     crew = Crew(world)
-    assert prepared.pool is not None
-    pool = prepared.pool
     if world.rank == HEAD:
         foreman = build_foreman(context)
         crew.start("foreman", lambda: outcomes.append(foreman.run()))
-    crew.start("rollout", lambda: outcomes.append(roll(context, pool)))
+    crew.start("rollout", lambda: outcomes.append(serve(context, prepared.pool)))
     world.serve(crew.done)
-    pool.close()
+    if prepared.pool is not None:
+        prepared.pool.close()
     return REQUEUE if "stopped" in outcomes else DONE
 
 
@@ -73,15 +72,20 @@ def build_foreman(context: RunContext) -> Foreman:
         ForemanParts(
             post=world.post,
             inbox=world.post.inbox(*INBOX_KINDS),
-            ranks=context.ranks.rollout_ranks,
+            ranks=context.ranks.rollout_leaders,
             leases=leases,
             slots=slots,
             config_hash=config_hash(config),
             poll_seconds=config.rollout_array.poll_seconds,
             orphan_seconds=config.rollout_array.orphan_seconds,
-            ready_seconds=config.weights.ready_seconds,
+            ready_seconds=(
+                config.weights.drain_seconds
+                if config.weights.update_mode == "drain"
+                else config.weights.ready_seconds
+            ),
             setup_seconds=config.cluster.setup_seconds,
             load_seconds=LOAD_FACTOR * config.weights.bucket_seconds,
+            away_seconds=config.cluster.progress_seconds,
             grace_seconds=config.cluster.grace_seconds,
             stop_requested=world.stop_requested.is_set,
             set_phase=context.phase_of("foreman"),

@@ -31,15 +31,15 @@ EPISODES_PER_SLOT = 4
 """Episodes under way for each slot of the engine: enough to refill it while others wait for rewards."""
 
 
-def roll(context: RunContext, pool: RewardPool) -> str:
-    """The rollout thread, until StopRollout. Returns how the run ended."""
+def roll(context: RunContext, pool: RewardPool, instance: Instance) -> str:
+    """The rollout thread of a rank that leads an engine, until StopRollout. Returns how the run ended."""
     config, world = context.config, context.world
     inbox = world.post.inbox(*INBOX_KINDS)
     set_phase = context.phase_of("rollout")
     set_phase("loading the engine")
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_path)
     with context.building:
-        engine = build_engine(context)
+        engine = build_engine(context, instance)
     receiver = build_receiver(context)
     hand_over = open_hand_over(context)
     loop = RolloutLoop(
@@ -52,6 +52,7 @@ def roll(context: RunContext, pool: RewardPool) -> str:
             open_writer=lambda attempt: open_writer(context, attempt),
             weights=Receiving(receiver),
             check_sequences=check_sequences(config),
+            sampling=sampling_parameters(config.gconfig),
             max_tokens=config.actor.mb_spec.max_tokens_per_mb,
             set_phase=set_phase,
             set_version=world.set_version,
@@ -88,11 +89,11 @@ def engine_progress(gauges: dict[str, float]) -> tuple[float, bool]:
     return gauges["tokens"] + gauges.get("prefilled_tokens", 0.0), bool(may_decode)
 
 
-def build_engine(context: RunContext) -> InferenceEngine:
+def build_engine(context: RunContext, instance: Instance) -> InferenceEngine:
     """The configured inference engine; what stops its thread ends the world."""
     assert context.ranks.rollout is not None
     engine: InferenceEngine = resolve(INFERENCE_ENGINES, context.ranks.rollout.engine, "allocation").build(
-        engine_settings(context), Instance(), lambda error: context.world.abort(error, "engine")
+        engine_settings(context), instance, lambda error: context.world.abort(error, "engine")
     )
     return engine
 
@@ -177,11 +178,12 @@ def open_writer(context: RunContext, attempt: int) -> ShardWriter:
 
 
 def open_hand_over(context: RunContext) -> HandOver | None:
-    """On big worlds the first rollout rank of each node writes for all of its node. Attached worlds are small."""
-    world, rollout_ranks = context.world, context.ranks.rollout_ranks
-    if context.attached or len(rollout_ranks) <= context.config.cluster.ranks_per_writer:
+    """On big worlds the first rank of each node that leads an engine writes for all of its node. Attached worlds are
+    small."""
+    world, leaders = context.world, context.ranks.rollout_leaders
+    if context.attached or len(leaders) <= context.config.cluster.ranks_per_writer:
         return None
-    writer = min(rank for rank in rollout_ranks if world.hosts[rank] == world.hosts[world.rank])
+    writer = min(rank for rank in leaders if world.hosts[rank] == world.hosts[world.rank])
     return HandOver(context.run, world.attempt, world.job_id, world.rank, writer)
 
 

@@ -291,7 +291,7 @@ class VllmEngine:
             self._end(core)
 
     def _end(self, core: VllmCore) -> None:
-        """Gives back what the engine holds; with other ranks, after a failure, that would wait for those that are gone."""
+        """Gives back what it holds; with other ranks, after a failure, that would wait for those that are gone."""
         if self._line is not None:
             if self.failure is not None:
                 return

@@ -1,0 +1,223 @@
+"""A rollout rank that lends its device to an engine led by another rank (tensor parallelism).
+
+    rollout thread   says Hello; PrepareWeights: this rank joins the transfer, answers WeightsReady, waits for the load,
+                     answers WeightsLoaded; StopRollout: waits until the leader has closed the engine
+    overlap only     a thread receives the version beside decoding, into a second copy, as the leader does
+    engine thread    waits for the leader's turns without limit; a Load among them takes the tensors from this rank's
+                     own receiver, so that weights come straight to where they are used
+
+It runs no workflow, judges nothing, writes no shard. When it fails, or the leader does, the attempt ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from pekoe.pipeline.messages import (
+    Follow,
+    Hello,
+    Inbox,
+    LoadWeights,
+    Message,
+    Post,
+    PrepareWeights,
+    StopRollout,
+    WeightsLoaded,
+    WeightsReady,
+)
+from pekoe.pipeline.registry import INFERENCE_ENGINES, resolve
+from pekoe.pipeline.reward.pool import RewardPool
+from pekoe.pipeline.rollout.engine import Instance
+from pekoe.pipeline.rollout.staged_weights import StagedWeights
+from pekoe.pipeline.runs.context import HEAD, RunContext
+from pekoe.pipeline.runs.engine_instance import join_instance
+from pekoe.pipeline.runs.rl_rollout import build_receiver, engine_settings, roll
+from pekoe.pipeline.weights.transport import WeightReceiver
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+INBOX_KINDS: tuple[type[Message], ...] = (Follow, PrepareWeights, LoadWeights, StopRollout)
+STOP_SECONDS = 30.0
+"""How long the leader has to close the engine once the run is over."""
+
+
+class LentEngine(Protocol):
+    """This rank's part of the engine."""
+
+    def wait(self, seconds: float) -> bool: ...
+    def gauges(self) -> dict[str, float]: ...
+
+
+def serve(context: RunContext, pool: RewardPool | None) -> str:
+    """The rollout thread of any rollout rank, until StopRollout. Returns how the run ended."""
+    instance = join_instance(context)
+    if instance.rank > 0:
+        return follow(context, instance)
+    assert pool is not None
+    return roll(context, pool, instance)
+
+
+def follow(context: RunContext, instance: Instance) -> str:
+    """The rollout thread, until StopRollout. Returns how the run ended."""
+    world = context.world
+    inbox = world.post.inbox(*INBOX_KINDS)
+    set_phase = context.phase_of("rollout")
+    set_phase("loading the engine")
+    seconds = context.config.weights.ready_seconds + context.config.weights.bucket_seconds
+    receiver = build_receiver(context)
+    weights = LentWeights(receiver, seconds, overlap=context.config.weights.update_mode == "overlap")
+    with context.building:
+        engine = build_lent_engine(context, instance, weights)
+    context.add_gauges("engine", engine.gauges)
+    loop = FollowerLoop(world.post, inbox, weights, set_phase, world.set_version)
+    world.post.send(HEAD, Hello("rollout", context.start.version))
+    outcome = loop.run()
+    set_phase("waiting for the leader to close the engine")
+    if not engine.wait(STOP_SECONDS):
+        raise TimeoutError(f"the leader of this engine has not closed it within {STOP_SECONDS:g} s")
+    receiver.close()
+    return outcome
+
+
+def build_lent_engine(context: RunContext, instance: Instance, weights: LentWeights) -> LentEngine:
+    """Returns when all ranks of the instance have built theirs; what stops it later ends the world."""
+    assert context.ranks.rollout is not None
+    engine_class = resolve(INFERENCE_ENGINES, context.ranks.rollout.engine, "allocation")
+    engine: LentEngine = engine_class.follow(
+        engine_settings(context), instance, weights.receive, lambda error: context.world.abort(error, "engine")
+    )
+    return engine
+
+
+class LentWeights:
+    """Lets the engine's thread wait until this rank has joined the transfer that the leader already loads from."""
+
+    def __init__(self, receiver: WeightReceiver, limit_seconds: float, *, overlap: bool = False) -> None:
+        """`overlap`: a version is received once it is prepared, beside decoding, and kept until it is loaded."""
+        self._receiver = receiver
+        self._limit_seconds = limit_seconds
+        self._overlap = overlap
+        self._changed = threading.Condition()
+        self._prepared: PrepareWeights | None = None
+        self._loaded = -1
+        self._stager: threading.Thread | None = None
+        self._staged = StagedWeights()
+        self._staged_message: PrepareWeights | None = None
+        self._error: BaseException | None = None
+
+    def prepare(self, message: PrepareWeights) -> None:
+        """The transfer of `message.version` may begin; one before it that is not over is given up."""
+        self._receiver.prepare(message)
+        if self._stager is not None:
+            self._stager.join()
+        with self._changed:
+            self._prepared, self._staged_message, self._error = message, None, None
+            self._changed.notify_all()
+        if self._overlap:
+            self._stager = threading.Thread(target=self._stage, args=(message,), name="lent-weights", daemon=True)
+            self._stager.start()
+
+    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """For the engine's thread. TimeoutError when the version has not come to this rank in time."""
+        if self._overlap:
+            self._wait_for(version, lambda: self._error is not None or self._is_staged(version))
+            if self._error is not None:
+                raise self._error
+            yield from self._staged
+        else:
+            self._wait_for(version, lambda: self._prepared is not None and self._prepared.version == version)
+            yield from self._received(version)
+        with self._changed:
+            self._loaded = version
+            self._changed.notify_all()
+
+    def await_load(self, version: int, seconds: float) -> bool:
+        """Until the engine's thread has taken every tensor of the version; False after so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._loaded == version, seconds)
+
+    def _received(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from self._receiver.receive(version)
+        except BaseException as error:
+            self._receiver.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _stage(self, message: PrepareWeights) -> None:
+        """A failure is the engine's only if it wants this version: the head may begin a new transfer instead."""
+        error: BaseException | None = None
+        try:
+            self._staged.fill(self._received(message.version))
+        except Exception as failure:
+            logger.exception("version %d did not arrive", message.version)
+            error = failure
+        with self._changed:
+            self._staged_message, self._error = message, error
+            self._changed.notify_all()
+
+    def _is_staged(self, version: int) -> bool:
+        return self._staged_message is not None and self._staged_message.version == version
+
+    def _wait_for(self, version: int, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(is_there, self._limit_seconds):
+                last = "none" if self._prepared is None else f"version {self._prepared.version}"
+                raise TimeoutError(
+                    f"the leader loads weights version {version}, which has not come to this rank within "
+                    f"{self._limit_seconds:g} s; it was last told of {last}"
+                )
+
+
+class FollowerLoop:
+    """The head's messages in, answers about weights out. A load that fails never comes back here: it ends the world."""
+
+    def __init__(
+        self,
+        post: Post,
+        inbox: Inbox,
+        weights: LentWeights,
+        set_phase: Callable[[str], None],
+        set_version: Callable[[int], None],
+    ) -> None:
+        self._post = post
+        self._inbox = inbox
+        self._weights = weights
+        self._set_phase = set_phase
+        self._set_version = set_version
+        self._under_way: PrepareWeights | None = None
+        self._began = 0.0
+
+    def run(self) -> str:
+        """Until StopRollout; returns its reason."""
+        while True:
+            self._set_phase("loading weights" if self._under_way else "lending the device")
+            try:
+                _, message = self._inbox.get(timeout=0.02 if self._under_way else None)
+            except queue.Empty:
+                self._confirm()
+                continue
+            if isinstance(message, StopRollout):
+                return message.reason
+            if isinstance(message, PrepareWeights):
+                self._began = time.monotonic()
+                self._weights.prepare(message)
+                self._under_way = message
+                self._post.send(HEAD, WeightsReady(message.version, message.epoch))
+
+    def _confirm(self) -> None:
+        """Tells the head once the version is loaded. The leader alone compares log-probs: they come from all ranks."""
+        message = self._under_way
+        assert message is not None
+        if not self._weights.await_load(message.version, 0.0):
+            return
+        self._under_way = None
+        self._set_version(message.version)
+        self._post.send(HEAD, WeightsLoaded(message.version, time.monotonic() - self._began))
