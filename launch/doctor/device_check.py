@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import re
-import shutil
 from collections.abc import Sequence
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from pekoe.launch.environment import Facts, guess_variable, pick_device
-from pekoe.launch.slurm_commands import SlurmError, ask
 from pekoe.pipeline.devices.device import choose
+from pekoe.pipeline.devices.memory_holders import DeviceMemory, Holder, ask_vendor, gib, holders_of
 from pekoe.pipeline.runs.finding import Finding, first_few, note, ok, problem
 
 AREA = "devices"
-ASK_SECONDS = 10.0
-MEBI = 1 << 20
 HELD_BYTES = 1 << 30
 """So much held by others is worth a word: a driver alone holds less."""
-
-
-class DeviceMemory(msgspec.Struct):
-    """One device of a host, by the vendor's own command."""
-
-    index: str
-    uuid: str
-    name: str
-    total: int
-    """Bytes."""
-    free: int
-
-
-class Holder(msgspec.Struct):
-    """A process that holds memory of a device."""
-
-    device: str
-    """Index or UUID."""
-    pid: int
-    name: str
-    bytes: int
-    user: str
-    """"" where the process cannot be seen from here (another user's, or in another container)."""
 
 
 class DeviceFacts(msgspec.Struct):
@@ -70,13 +41,9 @@ class RankDevice(msgspec.Struct):
 def measure(host: str) -> DeviceFacts:
     """Asks `nvidia-smi` or `npu-smi`, whichever is there."""
     try:
-        if shutil.which("nvidia-smi"):
-            return DeviceFacts(host, *_nvidia())
-        if shutil.which("npu-smi"):
-            return DeviceFacts(host, *_ascend())
-    except (SlurmError, ValueError, IndexError) as error:
+        return DeviceFacts(host, *ask_vendor())
+    except (OSError, ValueError) as error:
         return DeviceFacts(host, error=str(error))
-    return DeviceFacts(host)
 
 
 def device_of(facts: Facts, kind: str) -> RankDevice:
@@ -110,10 +77,6 @@ def judge(
     return found
 
 
-def holders_of(facts: DeviceFacts, device: DeviceMemory) -> list[Holder]:
-    return [holder for holder in facts.holders if holder.device in (device.index, device.uuid)]
-
-
 def _count(host: str, kind: str, count: int, wanted: str, per_node: int) -> Finding:
     if kind == "cpu":
         return ok(AREA, f"{host}: cpu")
@@ -140,78 +103,15 @@ def _of_ranks(ranks: Sequence[tuple[str, RankDevice]]) -> list[Finding]:
 
 
 def _memory(facts: DeviceFacts, device: DeviceMemory) -> Finding:
-    text = f"{facts.host}: device {device.index} ({device.name}): {_gib(device.free)} of {_gib(device.total)} free"
-    holders = holders_of(facts, device)
+    text = f"{facts.host}: device {device.index} ({device.name}): {gib(device.free)} of {gib(device.total)} free"
+    holders = holders_of(facts.holders, device)
     held = device.total - device.free
     if held < HELD_BYTES and not holders:
         return ok(AREA, text)
-    lines = [f"pid {h.pid} ({h.name}{f', {h.user}' if h.user else ''}) holds {_gib(h.bytes)}" for h in holders]
+    lines = [holder.sentence() for holder in holders]
     if not holders:
         text += "; the holder cannot be seen from here"
         return note(AREA, text, "another job's, or a process outside this container: look on the node, or exclude it")
     pids = " ".join(str(holder.pid) for holder in holders)
     step = f"on {facts.host}, if it is yours and left over: kill {pids}; else cluster.slurm.exclude={facts.host}"
     return note(AREA, "\n".join([text, *lines]), step)
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"
-
-
-def _nvidia() -> tuple[list[DeviceMemory], list[Holder]]:
-    form = "--format=csv,noheader,nounits"
-    devices = ask(["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", form], ASK_SECONDS)
-    apps = ask(["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", form], ASK_SECONDS)
-    return nvidia_devices(devices), nvidia_holders(apps)
-
-
-def nvidia_devices(text: str) -> list[DeviceMemory]:
-    """Lines `index, uuid, name, MiB, MiB`."""
-    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
-    return [
-        DeviceMemory(index, uuid, name, int(total) * MEBI, int(free) * MEBI) for index, uuid, name, total, free in rows
-    ]
-
-
-def nvidia_holders(text: str) -> list[Holder]:
-    """Lines `uuid, pid, name, MiB`; memory may be `[N/A]` in containers."""
-    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == 4]
-    return [
-        Holder(uuid, int(pid), name, int(used) * MEBI if used.isdigit() else 0, _user(int(pid)))
-        for uuid, pid, name, used in rows
-    ]
-
-
-def _ascend() -> tuple[list[DeviceMemory], list[Holder]]:
-    return ascend_tables(ask(["npu-smi", "info"], ASK_SECONDS))
-
-
-ASCEND_MEMORY = re.compile(r"^\|\s*(\d+)\s[^|]*\|[^|]*\|[^|]*?(\d+)\s*/\s*(\d+)\s*\|\s*$")
-ASCEND_NAME = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*(\S+)\s*\|")
-ASCEND_HOLDER = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(\S*)\s*\|\s*(\d+)\s*\|")
-
-
-def ascend_tables(text: str) -> tuple[list[DeviceMemory], list[Holder]]:
-    """The tables of `npu-smi info`: two lines a device (name; chip with `used / total` MB of memory, the last such
-    pair on the line), then a line a process."""
-    devices: list[DeviceMemory] = []
-    holders: list[Holder] = []
-    number, name = "", ""
-    for line in text.splitlines():
-        if match := ASCEND_HOLDER.match(line):
-            pid = int(match[3])
-            holders.append(Holder(match[1], pid, match[4], int(match[5]) * MEBI, _user(pid)))
-        elif (match := ASCEND_MEMORY.match(line)) and number:
-            used, total = int(match[2]) * MEBI, int(match[3]) * MEBI
-            devices.append(DeviceMemory(number, "", name, total, total - used))
-            number = ""
-        elif (match := ASCEND_NAME.match(line)) and not match[2].isdigit():
-            number, name = match[1], match[2]
-    return devices, holders
-
-
-def _user(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).username())
-    except (psutil.Error, KeyError):
-        return ""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pekoe.pipeline.devices.device import Device
+from pekoe.pipeline.devices.memory_holders import Holder, host_holders, host_memory
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ class CpuDevice(Device):
     visible_devices_variable = ""
     gres_name = ""
     communication_prefix = "GLOO_"
+    float32_gap = 1e-3
 
     def is_available(self) -> bool:
         return True
@@ -56,6 +58,12 @@ class CpuDevice(Device):
             "allocated": resident,
             "peak": max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         }
+
+    def room(self, index: int) -> tuple[int, int]:
+        return host_memory()
+
+    def holders(self, index: int) -> list[Holder]:
+        return host_holders()
 
     def attention_choice(self) -> str:
         return "sdpa"

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pekoe.pipeline.devices.device import Device, host_identity
+from pekoe.pipeline.devices.memory_holders import Holder, ask_vendor
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,18 @@ class CudaDevice(Device):
             "allocated": torch.cuda.memory_allocated(),
             "peak": torch.cuda.max_memory_allocated(),
         }
+
+    def room(self, index: int) -> tuple[int, int]:
+        import torch
+
+        free, total = torch.cuda.mem_get_info(index)
+        return int(free), int(total)
+
+    def holders(self, index: int) -> list[Holder]:
+        import torch
+
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        return [holder for holder in ask_vendor()[1] if holder.device.removeprefix("GPU-") == uuid]
 
     def attention_choice(self) -> str:
         return "flash" if importlib.util.find_spec("flash_attn") else "sdpa"

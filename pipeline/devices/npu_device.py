@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pekoe.pipeline.devices.device import Device, host_identity
+from pekoe.pipeline.devices.memory_holders import Holder, ask_vendor
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +60,11 @@ class NpuDevice(Device):
 
     def identity(self, index: int) -> str:
         """Host and physical id: the visible list maps the index, as CANN numbers what is left of it from 0."""
+        return f"{host_identity()}/{self._physical(index)}"
+
+    def _physical(self, index: int) -> str:
         visible = [entry for entry in os.environ.get(self.visible_devices_variable, "").split(",") if entry]
-        return f"{host_identity()}/{visible[index] if index < len(visible) else index}"
+        return visible[index] if index < len(visible) else str(index)
 
     def synchronize(self) -> None:
         _npu().synchronize()
@@ -77,6 +81,14 @@ class NpuDevice(Device):
             "allocated": int(npu.memory_allocated()),
             "peak": int(npu.max_memory_allocated()),
         }
+
+    def room(self, index: int) -> tuple[int, int]:
+        free, total = _npu().mem_get_info(index)
+        return int(free), int(total)
+
+    def holders(self, index: int) -> list[Holder]:
+        number = self._physical(index)
+        return [holder for holder in ask_vendor()[1] if holder.device == number]
 
     def attention_choice(self) -> str:
         return "sdpa"

@@ -21,6 +21,7 @@ from pekoe.launch.doctor.world_check import judge as judge_world
 from pekoe.launch.environment import read
 from pekoe.pipeline.config.load import from_yaml_text
 from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.devices.memory_holders import ascend_tables
 from pekoe.pipeline.runs.finding import Finding
 
 
@@ -295,7 +296,7 @@ NPU_SMI = """
 
 
 def test_tables_of_npu_smi() -> None:
-    devices, holders = device_check.ascend_tables(NPU_SMI)
+    devices, holders = ascend_tables(NPU_SMI)
     assert [(one.index, one.name, one.total >> 20, one.free >> 20) for one in devices] == [
         ("0", "910B2", 65536, 5536), ("1", "910B2", 65536, 62536),
     ]  # fmt: skip
