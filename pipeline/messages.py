@@ -3,11 +3,13 @@
 Messages are small by construction (<= 1 MiB): an assignment carries an example's index, a notice carries a shard's path
 and a few numbers per sequence. They lie on the floor because control, rollout and train all speak them.
 
-    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, Phase, Wake, StopRollout
+    head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, LoadWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
-    rollout -> head    DiskRefused, EngineFailed, EngineRestored
+    rollout -> head    DiskRefused, EngineFailed, EngineRestored, LogprobsChecked
     rollout -> rollout HandedOver
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
+    head  -> trainer   CheckLogprobs
+    head  -> rollout   CheckEngine
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, WeightsShared, Saved, Exported, Present
     foreman -> rollout Follow, beside what a head sends (rollout ranks of an attached world)
     any   -> head      SignalReceived, Leaving, Stacks
@@ -160,7 +162,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrepareWeights(Message, frozen=True):
-    """Stop at a token and answer WeightsReady."""
+    """Stop at a token and answer WeightsReady; LoadWeights says when the members are complete. A later one replaces it:
+    who was not ready in time is left out, and hears of the version in an epoch of its own."""
 
     version: int
     epoch: int
@@ -175,6 +178,13 @@ class PrepareWeights(Message, frozen=True):
 
 class WeightsReady(Message, frozen=True):
     """The engine has stopped at a token and waits for the buckets of this version."""
+
+    version: int
+    epoch: int
+
+
+class LoadWeights(Message, frozen=True):
+    """To the members of an epoch, once all of them are ready: take the weights of this version now."""
 
     version: int
     epoch: int
@@ -233,6 +243,31 @@ class WeightsLoaded(Message, frozen=True):
     check: tuple[float, ...] = ()
     """Log-probs of the check sequences by the engine."""
     error: str = ""
+
+
+class CheckLogprobs(Message, frozen=True):
+    """To trainer ranks, before an attempt samples anything: score the check sequences."""
+
+    version: int
+
+
+class CheckEngine(Message, frozen=True):
+    """To ranks that lead an engine, before an attempt samples anything: score the check sequences, and a completion
+    that the engine samples now."""
+
+    version: int
+
+
+class LogprobsChecked(Message, frozen=True):
+    """From trainer rank 0 (CheckLogprobs) and from each engine (CheckEngine)."""
+
+    version: int
+    check: tuple[float, ...]
+    """Log-probs of the check sequences at the sampling temperature."""
+    sampled: tuple[float, ...] = ()
+    """An engine's: recorded while it sampled a completion with the run's sampling parameters."""
+    scored: tuple[float, ...] = ()
+    """The same tokens, scored by the same engine."""
 
 
 class EngineFailed(Message, frozen=True):

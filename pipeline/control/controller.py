@@ -1,10 +1,12 @@
 """The control loop of a run, on the head: straight-line code whose every wait pumps messages and admits groups.
 
-    start      every role says Hello; after a resume the engines get the restored weights first
+    start      every role says Hello; after a resume the engines get the restored weights first; log-probs are compared
     gather     wait until the batch of this version is complete         <- rollout ranks publish shards
     train      plan -> all trainer ranks read their rows -> commit (or replace damaged groups and gather again)
                -> wait for StepDone                                     <- trainer ranks
-    update     engines stop at a token -> buckets stream -> engines go on  <- engines, trainer rank 0
+    update     engines stop -> buckets stream -> engines go on              <- engines, trainer rank 0
+               who has failed or does not answer in time is left out, and brought the version while the next batch is
+               gathered, once it is there again
     intervals  checkpoint (written beside training), export, evaluation
     stop       everybody is told; the outcome is `finished` or `stopped` (resume it)
 
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -32,11 +35,14 @@ from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.control.training import Training
 from pekoe.pipeline.messages import (
     DiskRefused,
+    EngineFailed,
+    EngineRestored,
     Evaluated,
     Export,
     Exported,
     Finished,
     Hello,
+    LogprobsChecked,
     Message,
     PhaseReached,
     Present,
@@ -48,6 +54,7 @@ from pekoe.pipeline.messages import (
     StepDone,
     StopRollout,
     StopTrainer,
+    Wake,
     WeightsLoaded,
     WeightsReady,
     WeightsSent,
@@ -58,7 +65,8 @@ logger = logging.getLogger(__name__)
 
 INBOX_KINDS: tuple[type[Message], ...] = (
     Hello, Finished, Published, Rejected, DiskRefused, Evaluated, RowsRead, StepDone, WeightsReady, WeightsSent,
-    WeightsLoaded, WeightsShared, PhaseReached, Saved, Exported, Present,
+    WeightsLoaded, WeightsShared, PhaseReached, Saved, Exported, Present, EngineFailed, EngineRestored,
+    LogprobsChecked,
 )  # fmt: skip
 FINISHED, STOPPED = "finished", "stopped"
 """How a run ends: done, or to be resumed."""
@@ -81,6 +89,8 @@ class Controller:
         self.roll_calls = 0
         self.evaluation: Evaluation | None = None
         self.admitting = False
+        self.catching_up = False
+        """Engines that came back may be brought this version now: no step is under way."""
         self.disk = DiskWatch(config.cluster.full_disk_seconds)
         self.saves = CheckpointSaves(
             parts.post, parts.trainer_ranks, parts.checkpoints, self.disk, config.recover.max_failures,
@@ -93,6 +103,8 @@ class Controller:
             config.cluster.progress_seconds, parts.stop.is_over, self._handlers(),
         )  # fmt: skip
         self.wait = self.pump.wait
+        parts.weights.listen(self.pump, parts.dispatcher.set_available)
+        self.pump.handlers[EngineFailed] = self._on_engine_failed
         self.is_recorded = True
         """The last step is in the ledger: a checkpoint may rely on it."""
         self.training = Training(config, parts, self.pump)
@@ -107,6 +119,9 @@ class Controller:
         self.parts.stop.begin()
         if self.resumed and not self.parts.stop.requested():
             self.update_weights()
+        if self.parts.start_check is not None and not self.parts.stop.requested():
+            self.parts.start_check.run(self.version, self.pump, self.parts.stop.requested)
+        if self.resumed and not self.parts.stop.requested():
             self.at_intervals()
         if self.config.evaluator.at_start and self.version == 0:
             self.evaluate(self.config.evaluator.block)
@@ -148,7 +163,8 @@ class Controller:
             self._share_weights()
             return chosen
 
-        batch = self.wait(complete, f"the batch of version {self.version}", on=self._who_samples)
+        with self._catching_up():
+            batch = self.wait(complete, f"the batch of version {self.version}", on=self._who_samples)
         self.parts.report.wait_seconds = time.monotonic() - began
         return batch if isinstance(batch, list) else None
 
@@ -170,6 +186,8 @@ class Controller:
         began = time.monotonic()
         gap, stood_still = (0.0, 0.0), 0.0
         if self.parts.rollout_ranks:
+            if self.parts.colocated:
+                self._wake(self.parts.weights.roster.down())
             stood_still = self.parts.weights.bring(self.version, self.pump, self.parts.stop.requested)
             gap = self.parts.weights.logprob_gap()
         self._share_weights()
@@ -240,7 +258,7 @@ class Controller:
         self.evaluated_version = self.version
         self.evaluation = Evaluation(
             self.version, self.parts.num_validation, (self.config.eval_gconfig or self.config.gconfig).n_samples,
-            self.parts.rollout_ranks, self.parts.post,
+            self._who_can_sample(), self.parts.post,
         )  # fmt: skip
         self.evaluation.begin()
         if block:
@@ -252,10 +270,11 @@ class Controller:
         """Until the running evaluation is over, if there is one; a stop gives it up."""
         if self.evaluation is None:
             return
-        self.wait(
-            lambda: (self.evaluation is None or self.evaluation.is_complete or self.parts.stop.requested()) or None,
-            reason, on=lambda: self.parts.rollout_ranks,
-        )  # fmt: skip
+        with self._catching_up():
+            self.wait(
+                lambda: (self.evaluation is None or self.evaluation.is_complete or self.parts.stop.requested()) or None,
+                reason, on=lambda: self.parts.rollout_leaders,
+            )  # fmt: skip
         self._end_evaluation()
 
     def finish(self) -> str:
@@ -333,16 +352,19 @@ class Controller:
             self.parts.dispatcher.admit_all()
         if self.parts.attached is not None and self.parts.attached.is_alone():
             self.pump.last_progress = time.monotonic()
+        if self.catching_up and self.parts.rollout_ranks and not self.parts.stop.requested():
+            self.parts.weights.catch_up(self.version, self.pump)
         self.parts.report.progress(self)
 
     def describe(self) -> str:
         """What is outstanding, for logs and errors."""
         table = self.parts.dispatcher.table
         oldest = table.oldest()
+        away = self.parts.weights.roster.describe()
         age = f", oldest group {oldest.number} on rank {oldest.rank}" if oldest else ""
         return (
             f"version {self.version}, {self.parts.dispatcher.admission.running} groups running, "
-            f"{len(table.ready)} ready{age}, {self.training.describe()}"
+            f"{len(table.ready)} ready{age}, {self.training.describe()}{away and ', '}{away}"
         )
 
     def _handlers(self) -> dict[type[Message], Callable[[int, Any], None]]:
@@ -360,6 +382,28 @@ class Controller:
             Present: self._on_present,
             WeightsShared: self._on_weights_shared,
         }
+
+    @contextmanager
+    def _catching_up(self) -> Iterator[None]:
+        self.catching_up = True
+        try:
+            yield
+        finally:
+            self.catching_up = False
+
+    def _on_engine_failed(self, source: int, message: EngineFailed) -> None:
+        """Colocated: outside of steps the device is the engine's, to be built anew on."""
+        self.parts.weights.on_failed(source, message)
+        if self.parts.colocated and not self.training.engines_rest:
+            self._wake([source])
+
+    def _wake(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.parts.post.send(rank, Wake(self.version))
+
+    def _who_can_sample(self) -> Sequence[int]:
+        """Ranks whose engines serve; all of them while none does."""
+        return self.parts.weights.roster.available() or self.parts.rollout_leaders
 
     def _on_weights_shared(self, source: int, message: WeightsShared) -> None:
         assert self.parts.attached is not None

@@ -58,10 +58,11 @@ class Losses:
 
 
 class RankLoads:
-    """The least loaded rollout rank, in O(log n)."""
+    """The least loaded rollout rank among those that are there, in O(log n)."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.loads = dict.fromkeys(ranks, 0)
+        self._away: set[int] = set()
         self._heap = [(0, rank) for rank in ranks]
         heapq.heapify(self._heap)
 
@@ -72,10 +73,21 @@ class RankLoads:
             self._heap = [(load, one) for one, load in self.loads.items()]
             heapq.heapify(self._heap)
 
-    def least(self) -> int:
-        while self._heap[0][0] != self.loads[self._heap[0][1]]:
+    def set_available(self, rank: int, is_available: bool) -> None:
+        if is_available:
+            self._away.discard(rank)
+            heapq.heappush(self._heap, (self.loads[rank], rank))
+        else:
+            self._away.add(rank)
+
+    def least(self) -> int | None:
+        """None while nobody is there."""
+        while self._heap:
+            load, rank = self._heap[0]
+            if load == self.loads[rank] and rank not in self._away:
+                return rank
             heapq.heappop(self._heap)
-        return self._heap[0][1]
+        return None
 
 
 class Dispatcher:
@@ -93,6 +105,8 @@ class Dispatcher:
         self.admission = Admission(concurrent, batch, eta)
         self.table = GroupTable(eta, batch)
         self.ranks = RankLoads(rollout_ranks)
+        self.away: dict[int, float] = {}
+        """Ranks whose engine is not there just now, since when (monotonic seconds)."""
         self.num_steps = num_steps
         self.losses = Losses()
         self.counts: Counter[str] = Counter()
@@ -174,6 +188,7 @@ class Dispatcher:
     def admit_all(self) -> None:
         """Admits while there is capacity, data, a step left that needs it, and somebody who can sample."""
         self._take_back_stranded()
+        self._take_back_from_away()
         while self.admission.capacity() > 0 and self._wanted() > 0 and (rank := self._place()) is not None:
             if self.reissues:
                 number, example, try_number = self.reissues.popleft()
@@ -189,6 +204,40 @@ class Dispatcher:
                 if number in self.owed:
                     self.counts["issued_again"] += 1
             self.owed.discard(number)
+
+    def set_available(self, rank: int, is_available: bool) -> None:
+        """Whether the engine of this rank serves. Groups stay with one that is being built anew, for a while."""
+        self.ranks.set_available(rank, is_available)
+        if is_available:
+            self.away.pop(rank, None)
+        else:
+            self.away.setdefault(rank, time.monotonic())
+
+    def _take_back_from_away(self) -> None:
+        """Groups of ranks whose engine is away for longer than `rollout.stale_wait_seconds` are issued again to others
+        (same try: a recovery); should both finish one, the first counts. While nobody else is there they stay, and that
+        time does not make them late."""
+        if not self.away:
+            return
+        limit = time.monotonic() - self.config.rollout.stale_wait_seconds
+        gone = {rank for rank, since in self.away.items() if since < limit}
+        if not gone:
+            return
+        for group in [group for group in self.table.running() if group.rank in gone]:
+            self._take_back(group)
+
+    def _take_back(self, group: OutstandingGroup) -> None:
+        """From a rank whose engine is away to another one, if there is any."""
+        if self.ranks.least() is None and (self.board is None or not self.board.num_ranks()):
+            group.since = time.monotonic()
+            return
+        logger.warning("group %d is taken back from rank %d, whose engine is away", group.number, group.rank)
+        self.post.send(group.rank, Cancel(group.number, group.try_number))
+        self._stop_running(group)
+        self.admission.reject()
+        self.table.remove(group.number)
+        self.counts["taken_back"] += 1
+        self.reissues.append((group.number, group.example, group.try_number))
 
     def _take_back_stranded(self) -> None:
         """Groups that wait for attached worlds, while none is left, are issued again here (same try: a recovery).
@@ -232,7 +281,7 @@ class Dispatcher:
     def _place(self) -> int | None:
         """Where the next group goes: the least loaded rank, or the board if a rank of the attached worlds has less to
         do; None while there is nobody."""
-        own = self.ranks.least() if self.ranks.loads else None
+        own = self.ranks.least()
         if self.board is None or self.board.capacity() <= 0:
             return own
         if own is None or self.on_board < self.ranks.loads[own] * max(self.board.num_ranks(), 1):
@@ -317,6 +366,9 @@ class Dispatcher:
             limit = time.monotonic() - rollout.stale_wait_seconds
             late = [g for g in (late or self.table.running()) if g.since < limit]
         for group in late:
+            if group.rank in self.away:
+                self._take_back(group)
+                continue
             age = version - group.admitted_version
             logger.warning("group %d was admitted %d steps ago and still runs: cancelled", group.number, age)
             if group.rank == BOARD and self.board is not None:

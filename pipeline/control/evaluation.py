@@ -18,7 +18,8 @@ class Evaluation:
     """The version at which it was asked for."""
     num_examples: int
     n_samples: int
-    rollout_ranks: Sequence[int]
+    ranks: Sequence[int]
+    """Those that take part."""
     post: Post
     window: int = 64
     """Most examples in flight on one rank."""
@@ -27,7 +28,7 @@ class Evaluation:
 
     def begin(self) -> None:
         for _ in range(self.window):
-            for rank in self.rollout_ranks:
+            for rank in self.ranks:
                 self._feed(rank)
 
     def on_evaluated(self, rank: int, message: Evaluated) -> None:

@@ -2,7 +2,8 @@
 
     look       what does the head say: attempt, version and where its weights lie, does it starve, is it over
     follow     the run is in another attempt: what was sampled for the old one and is not published is thrown away
-    update     engines stop at a token, load the version from disk, go on
+    update     engines stop, load the version from disk, go on; one that fails or is silent is left out, and loads once
+               it is there again
     claim      as many offers as there is room for; each goes to the least loaded rank
     publish    ranks flush their open shards when the head starves, or after a short time; then their notices go out
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,11 +24,14 @@ from pekoe.pipeline.messages import (
     Assign,
     Cancel,
     DiskRefused,
+    EngineFailed,
+    EngineRestored,
     Finished,
     Flush,
     Follow,
     Hello,
     Inbox,
+    LoadWeights,
     Message,
     Post,
     PrepareWeights,
@@ -42,7 +46,7 @@ from pekoe.pipeline.observe.phases import SetPhase
 logger = logging.getLogger(__name__)
 
 INBOX_KINDS: tuple[type[Message], ...] = (
-    Hello, Finished, Published, Rejected, DiskRefused, WeightsReady, WeightsLoaded,
+    Hello, Finished, Published, Rejected, DiskRefused, WeightsReady, WeightsLoaded, EngineFailed, EngineRestored,
 )  # fmt: skip
 FINISHED, STOPPED = "finished", "stopped"
 MAX_LOAD_TRIES = 5
@@ -99,7 +103,7 @@ class ForemanParts:
     post: Post
     inbox: Inbox
     ranks: Sequence[int]
-    """Rollout ranks of this world: all of them."""
+    """Rollout ranks of this world that run workflows, one an engine."""
     leases: Leases
     slots: int
     """Groups that this world takes at once."""
@@ -109,6 +113,8 @@ class ForemanParts:
     ready_seconds: float
     setup_seconds: float
     load_seconds: float
+    away_seconds: float
+    """How long an engine may be away: built anew, or silent."""
     grace_seconds: float
     """From a stop signal to the end: for publishing what is done."""
     stop_requested: Callable[[], bool]
@@ -124,6 +130,12 @@ class RankLoad:
     finished_since: float | None = None
     """Since when a finished group lies in its open shard."""
     flush_asked: bool = False
+    serves: tuple[int, int, str] | None = None
+    """(attempt, version, token) of its weights."""
+    away_since: float | None = None
+    """Since when its engine is being built anew, or silent."""
+    is_down: bool = False
+    reason: str = ""
 
 
 class Foreman:
@@ -135,7 +147,7 @@ class Foreman:
         self.holders: dict[tuple[int, int], int] = {}
         self.attempt = -1
         self.loaded: tuple[int, int, str] | None = None
-        """(attempt, version, token) that the engines serve."""
+        """(attempt, version, token) that engines serve: those that are there."""
         self.wanted: tuple[int, int, str] | None = None
         """What `failures` is about."""
         self.version = -1
@@ -180,10 +192,11 @@ class Foreman:
             )
         if board.attempt != self.attempt:
             self._follow(board.attempt)
-        if board.weights is not None and self.loaded != (
-            wanted := (self.attempt, board.weights.version, board.weights.token)
-        ):
-            self._load(wanted)
+        self._check_engines()
+        if board.weights is not None:
+            wanted = (self.attempt, board.weights.version, board.weights.token)
+            if behind := [rank for rank in self._present() if self.loads[rank].serves != wanted]:
+                self._load(wanted, behind)
         if self.loaded is not None and self.loaded[0] == self.attempt and not board.outcome:
             self._claim()
         self._flush(board.starving)
@@ -211,28 +224,47 @@ class Foreman:
         self.attempt, self.loaded, self.failures = attempt, None, 0
         self.holders.clear()
         self.notices.clear()
-        for rank in self.loads:
-            self.loads[rank] = RankLoad()
+        for rank, old in self.loads.items():
+            self.loads[rank] = RankLoad(away_since=old.away_since, is_down=old.is_down, reason=old.reason)
             self.parts.post.send(rank, Follow(attempt))
 
-    def _load(self, wanted: tuple[int, int, str]) -> None:
-        """All ranks at once: they stop at a token, load, go on. A version that is gone by then is no failure of this
-        world: the next look names a newer one."""
+    def _present(self) -> list[int]:
+        """Ranks whose engines are there."""
+        return [rank for rank, load in self.loads.items() if load.away_since is None]
+
+    def _check_engines(self) -> None:
+        """An engine may be away for a while, not for ever."""
+        now = time.monotonic()
+        for rank, load in self.loads.items():
+            if load.away_since is not None and now - load.away_since > self.parts.away_seconds:
+                raise AttachedWorldError(
+                    f"the engine of rank {rank} is away for {now - load.away_since:.0f} s (cluster.progress_seconds is "
+                    f"{self.parts.away_seconds:g}): {load.reason}"
+                )
+
+    def _load(self, wanted: tuple[int, int, str], ranks: Sequence[int]) -> None:
+        """These ranks at once: they stop, load, go on. Who fails or does not answer in time is left out until it is
+        heard of again. A version that is gone by then is no failure of this world: the next look names a newer one."""
         _, version, token = wanted
         if wanted != self.wanted:
             self.wanted, self.failures = wanted, 0
         self.epoch += 1
         self.ready.clear()
         self.answers.clear()
-        for rank in self.loads:
-            self.parts.post.send(rank, PrepareWeights(version, self.epoch, tuple(self.loads), token, ()))
-        self._wait(lambda: len(self.ready) == len(self.loads), "engines to stop at a token", self.parts.ready_seconds)
-        self._wait(
-            lambda: len(self.answers) == len(self.loads), f"version {version} to be loaded", self.parts.load_seconds
-        )
+        for rank in ranks:
+            self.parts.post.send(rank, PrepareWeights(version, self.epoch, tuple(ranks), token, ()))
+        ranks = self._await_ranks(ranks, self.ready, "engines to stop at a token", self.parts.ready_seconds)
+        for rank in ranks:
+            self.parts.post.send(rank, LoadWeights(version, self.epoch))
+        self._await_ranks(ranks, self.answers, f"version {version} to be loaded", self.parts.load_seconds)
+        loaded = [rank for rank, answer in self.answers.items() if not answer.error and not self.loads[rank].is_down]
+        for rank in loaded:
+            self.loads[rank].serves = wanted
+        if loaded:
+            self.loaded, self.version = wanted, version
         errors = [f"rank {rank}: {answer.error}" for rank, answer in sorted(self.answers.items()) if answer.error]
         if not errors:
-            self.loaded, self.version, self.failures = wanted, version, 0
+            self.failures = 0
             return
         logger.warning("version %d did not load: %s", version, "; ".join(errors))
         board = self.parts.leases.look()
@@ -242,15 +274,34 @@ class Foreman:
         if self.failures == MAX_LOAD_TRIES:
             raise AttachedWorldError(f"version {version} did not load {self.failures} times: {'; '.join(errors)}")
 
+    def _await_ranks(
+        self, ranks: Sequence[int], answered: Container[int], reason: str, limit_seconds: float
+    ) -> list[int]:
+        """Until each of them has answered, or its engine has failed; those that have neither by then are left out."""
+
+        def lacking() -> list[int]:
+            return [rank for rank in ranks if rank not in answered and not self.loads[rank].is_down]
+
+        if not self._wait(lambda: not lacking(), reason, limit_seconds, raises=False):
+            for rank in lacking():
+                logger.warning("rank %d is left out for now: waited %g s for %s", rank, limit_seconds, reason)
+                self._lose(rank, f"waited {limit_seconds:g} s for {reason}")
+        return [rank for rank in ranks if self.loads[rank].away_since is None]
+
+    def _lose(self, rank: int, reason: str) -> None:
+        load = self.loads[rank]
+        load.away_since, load.serves, load.reason = load.away_since or time.monotonic(), None, reason
+
     def _claim(self) -> None:
         for key in self.parts.leases.cancelled():
             rank = self.holders.pop(key, None)
             if rank is not None:
                 self.loads[rank].held.discard(key)
                 self.parts.post.send(rank, Cancel(*key))
-        free = self.parts.slots - len(self.holders)
+        serving = [rank for rank in self._present() if self.loads[rank].serves == self.loaded]
+        free = self.parts.slots * len(serving) // len(self.loads) - len(self.holders)
         for assign in self.parts.leases.claim(free, self.version) if free > 0 else ():
-            rank = min(self.loads, key=lambda rank: len(self.loads[rank].held))
+            rank = min(serving, key=lambda rank: len(self.loads[rank].held))
             key = (assign.group, assign.try_number)
             self.holders[key] = rank
             self.loads[rank].held.add(key)
@@ -282,8 +333,8 @@ class Foreman:
             self._take(0.1)
         self._send_notices()
 
-    def _wait(self, until: Callable[[], bool], reason: str, limit: float) -> None:
-        """Pumps messages and shows life until then. AttachedWorldError after `limit` seconds."""
+    def _wait(self, until: Callable[[], bool], reason: str, limit: float, raises: bool = True) -> bool:
+        """Pumps messages and shows life until then. After `limit` seconds AttachedWorldError, or False."""
         began = time.monotonic()
         while not until():
             self.parts.set_phase(f"waiting for {reason}", limit=limit)
@@ -291,7 +342,10 @@ class Foreman:
             self._send_notices()
             self.parts.leases.beat(self.version)
             if time.monotonic() - began > limit:
-                raise AttachedWorldError(f"waited {limit:g} s for {reason}")
+                if raises:
+                    raise AttachedWorldError(f"waited {limit:g} s for {reason}")
+                return False
+        return True
 
     def _pump(self, phase: str) -> None:
         """What arrives within a poll interval; returns early when there is something to tell."""
@@ -332,12 +386,25 @@ class Foreman:
             case DiskRefused():
                 self.notices.append(message)
             case WeightsReady():
+                self._hear(source)
                 if message.epoch == self.epoch:
                     self.ready.add(source)
             case WeightsLoaded():
-                self.answers[source] = message
+                self._hear(source)
+                if source in self.ready:
+                    self.answers[source] = message
+            case EngineFailed():
+                self.loads[source].is_down = True
+                self._lose(source, message.reason)
+            case EngineRestored():
+                self.loads[source].is_down, self.loads[source].away_since = False, None
             case _:
                 raise AssertionError(f"the foreman cannot handle {message!r}")
+
+    def _hear(self, rank: int) -> None:
+        """A rank that was silent has answered."""
+        if not self.loads[rank].is_down:
+            self.loads[rank].away_since = None
 
     def _end(self, key: tuple[int, int]) -> None:
         rank = self.holders.pop(key, None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pekoe.pipeline.control.attached_worlds import AttachedWorlds
 from pekoe.pipeline.control.checkpoint_saves import CheckpointFiles
 from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
+from pekoe.pipeline.control.start_check import StartCheck
 from pekoe.pipeline.control.step import PlanRows, ScoreRows, StepRows
 from pekoe.pipeline.control.step_report import StepReport
 from pekoe.pipeline.control.stop_watch import StopWatch
@@ -24,6 +25,8 @@ class ControllerParts:
     inbox: Inbox
     trainer_ranks: Sequence[int]
     rollout_ranks: Sequence[int]
+    rollout_leaders: Sequence[int]
+    """Of these, the ranks that run workflows: one an engine."""
     colocated: bool
     dispatcher: Dispatcher
     weights: WeightUpdates
@@ -46,3 +49,5 @@ class ControllerParts:
     """Whether another rank of this attempt has failed already: then nothing collective may begin."""
     stacks_of: Callable[[Sequence[int]], dict[int, str]]
     set_phase: SetPhase
+    start_check: StartCheck | None = None
+    """Before anything is sampled; None where there is no engine to be compared."""

@@ -26,6 +26,8 @@ class Training:
         self.rows_read: dict[int, RowsRead] = {}
         self.steps_done: dict[int, StepDone] = {}
         self.phase_reached: set[int] = set()
+        self.engines_rest = False
+        """Colocated: the device is the trainer's."""
         pump.handlers.update(
             {
                 RowsRead: self._on_rows_read,
@@ -38,6 +40,7 @@ class Training:
         """The step at `version`. None: some rows were damaged or a stop was asked for; nothing was trained, and damaged
         groups are issued again."""
         self.version = version
+        self.engines_rest = self.parts.colocated
         if self.parts.colocated:
             self._rest_engines()
         rows = score_batch(batch, self.parts.score)
@@ -54,7 +57,7 @@ class Training:
             return None
         self._tell_trainers(Commit(version, self.round))
         self._wait_for(self.steps_done, "the training step")
-        self.round = 0
+        self.round, self.engines_rest = 0, False
         return rows
 
     def stats(self) -> dict[str, float]:
@@ -98,6 +101,7 @@ class Training:
             self._set_aside(shard, reason)
         self._tell_trainers(Replan(self.version, self.round))
         self.round += 1
+        self.engines_rest = False
         if self.parts.colocated:
             for rank in self.parts.rollout_ranks:
                 self.parts.post.send(rank, Wake(self.version))

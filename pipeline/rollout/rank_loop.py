@@ -15,38 +15,39 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import (
     Assign,
     AssignEvaluation,
     Cancel,
+    CheckEngine,
     DiskRefused,
+    EngineFailed,
+    EngineRestored,
     Evaluated,
     Finished,
     Flush,
     Follow,
     HandedOver,
     Inbox,
+    LoadWeights,
     Message,
     Phase,
-    PhaseReached,
     Post,
     PrepareWeights,
     Published,
     Rejected,
     StopRollout,
     Wake,
-    WeightsLoaded,
-    WeightsReady,
 )
 from pekoe.pipeline.records import Group
-from pekoe.pipeline.rollout.engine import InferenceEngine
+from pekoe.pipeline.rollout.engine import InferenceEngine, SamplingParameters
 from pekoe.pipeline.rollout.executor import Executor
+from pekoe.pipeline.rollout.self_test import check_engine
+from pekoe.pipeline.rollout.weight_intake import Paused, WeightIntake, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ RETRY_SECONDS = 2.0
 STALE_SECONDS = 60.0
 """For how long a stale handle of the network filesystem is tried again."""
 INBOX_KINDS: tuple[type[Message], ...] = (
-    Assign, AssignEvaluation, Cancel, Flush, Follow, HandedOver, PrepareWeights, Phase, Wake, StopRollout,
+    Assign, AssignEvaluation, Cancel, Flush, Follow, HandedOver, PrepareWeights, LoadWeights, Phase, Wake,
+    CheckEngine, StopRollout,
 )  # fmt: skip
 STOP_SECONDS = 10.0
 """How much later than a member of its node a writer may hear that the run is over."""
@@ -81,14 +83,6 @@ class HandOver(Protocol):
 
     def put(self, groups: Sequence[Group]) -> str | None: ...
     def take(self, path: str) -> list[Group]: ...
-
-
-class WeightSource(Protocol):
-    """The receiving end of a transport, fed into the engine."""
-
-    def prepare(self, message: PrepareWeights) -> None: ...
-    def load(self, engine: InferenceEngine, version: int) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +111,14 @@ class RolloutParts:
     """None: every rank writes its own shards."""
     open_writer: Callable[[int], GroupWriter] | None = None
     """A new open shard, of another attempt (attached worlds only)."""
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    """Of training: log-probs are compared at its temperature, and with its cuts and penalties in the engine."""
+    update_mode: str = "interrupt"
+    """`weights.update_mode`."""
 
 
 class RolloutLoop:
-    """Owns the open shard and the engine's pauses."""
+    """Owns the open shard; its `intake` owns the engine's pauses."""
 
     def __init__(self, parts: RolloutParts) -> None:
         self.parts = parts
@@ -131,8 +129,7 @@ class RolloutLoop:
         """This is a rank of an attached world."""
         self.done: list[Group] = []
         """Finished groups that go to the node's writer next; empty whenever the inbox is."""
-        self.is_paused = False
-        self.is_asleep = False
+        self.intake = WeightIntake(parts)
         self.is_running = False
         self.turns = 0
         self.is_refused = False
@@ -162,7 +159,7 @@ class RolloutLoop:
         self.executor, self.is_running = executor, True
         while True:
             self.turns += 1
-            self.parts.set_phase("rollout")
+            self.parts.set_phase(self.intake.describe() or "rollout")
             try:
                 _, message = self.parts.inbox.get(timeout=0.5)
             except queue.Empty:
@@ -179,7 +176,7 @@ class RolloutLoop:
         if self.is_refused or self.parts.writer.due():
             self.publish()
 
-    def handle(self, message: Message | GroupDone) -> None:
+    def handle(self, message: Message | GroupDone | Paused) -> None:
         assert self.executor is not None
         if not isinstance(message, GroupDone):
             self.pass_on()
@@ -200,18 +197,30 @@ class RolloutLoop:
                 self.follow(message.attempt)
             case Flush():
                 self.publish()
+            case CheckEngine():
+                self.check(message)
             case PrepareWeights():
-                self.update(message)
+                self.intake.prepare(message)
+            case Paused():
+                self.intake.on_paused(message)
+            case LoadWeights():
+                self.intake.load(message)
+            case EngineFailed():
+                self.intake.on_failed(message)
+            case EngineRestored():
+                self.intake.on_restored(message)
             case Phase():
-                self.pause("resting")
-                if not self.is_asleep:
-                    self.parts.engine.sleep()
-                    self.is_asleep = True
-                self.parts.post.send(self.parts.head, PhaseReached(message.version))
+                self.intake.rest(message.version)
             case Wake():
-                self.resume()
+                self.intake.resume()
             case _:
                 raise AssertionError(f"the rollout loop cannot handle {message!r}")
+
+    def check(self, message: CheckEngine) -> None:
+        """Before anything is sampled for the run: what the engine samples and scores, for the head to compare."""
+        self.parts.set_phase("comparing log-probs")
+        parts = self.parts
+        parts.post.send(parts.head, check_engine(parts.engine, message.version, parts.check_sequences, parts.sampling))
 
     def take(self, group: Group) -> None:
         """A finished group goes into the open shard, this rank's or its node's, unless a sequence is longer than a
@@ -314,39 +323,3 @@ class RolloutLoop:
         self.is_refused = False
         if notice is not None:
             self.parts.post.send(self.parts.head, notice)
-
-    def update(self, message: PrepareWeights) -> None:
-        """Stops at a token, loads, checks, goes on. After a failed load the engine serves nothing until the next."""
-        began = time.monotonic()
-        self.pause("loading weights")
-        self.parts.weights.prepare(message)
-        if self.is_asleep:
-            self.parts.engine.wake()
-            self.is_asleep = False
-        self.parts.post.send(self.parts.head, WeightsReady(message.version, message.epoch))
-        try:
-            self.parts.weights.load(self.parts.engine, message.version)
-        except (RuntimeError, OSError, TimeoutError, ValueError) as failure:
-            logger.exception("version %d did not load", message.version)
-            text = f"{type(failure).__name__}: {failure}"[:2000]
-            self.parts.post.send(self.parts.head, WeightsLoaded(message.version, time.monotonic() - began, (), text))
-            return
-        ids = [np.asarray(sequence, dtype=np.int32) for sequence in self.parts.check_sequences]
-        check = tuple(float(x) for row in self.parts.engine.logprobs(ids) for x in row)
-        self.parts.set_version(message.version)
-        self.resume()
-        self.parts.post.send(self.parts.head, WeightsLoaded(message.version, time.monotonic() - began, check))
-
-    def pause(self, why: str) -> None:
-        self.parts.set_phase(why)
-        if not self.is_paused:
-            self.parts.engine.pause()
-            self.is_paused = True
-
-    def resume(self) -> None:
-        if self.is_asleep:
-            self.parts.engine.wake()
-            self.is_asleep = False
-        if self.is_paused:
-            self.parts.engine.resume()
-            self.is_paused = False

@@ -79,9 +79,7 @@ def build_foreman(context: RunContext) -> Foreman:
             poll_seconds=config.rollout_array.poll_seconds,
             orphan_seconds=config.rollout_array.orphan_seconds,
             ready_seconds=(
-                config.weights.drain_seconds
-                if config.weights.update_mode == "drain"
-                else config.weights.ready_seconds
+                config.weights.drain_seconds if config.weights.update_mode == "drain" else config.weights.ready_seconds
             ),
             setup_seconds=config.cluster.setup_seconds,
             load_seconds=LOAD_FACTOR * config.weights.bucket_seconds,

@@ -12,7 +12,9 @@ from pekoe.pipeline.algorithm.rewards import shape_rewards
 from pekoe.pipeline.batch.plan import plan_batch
 from pekoe.pipeline.control.controller import INBOX_KINDS, Controller
 from pekoe.pipeline.control.dispatcher import Dispatcher
+from pekoe.pipeline.control.logprob_gap import GapLimit, GapWatch, gap_limit
 from pekoe.pipeline.control.parts import ControllerParts
+from pekoe.pipeline.control.start_check import StartCheck
 from pekoe.pipeline.control.step import Assignment
 from pekoe.pipeline.control.step_report import StepReport
 from pekoe.pipeline.control.stop_watch import StopWatch
@@ -81,6 +83,7 @@ def lead(
         inbox=inbox,
         trainer_ranks=context.ranks.trainer_ranks,
         rollout_ranks=context.ranks.rollout_ranks,
+        rollout_leaders=context.ranks.rollout_leaders,
         colocated=context.ranks.colocated,
         dispatcher=dispatcher,
         weights=build_weight_updates(context, engine, sender),
@@ -93,7 +96,12 @@ def lead(
         done_before=past.done,
         quarantine=lambda shard, reason: _quarantine(store, shard, reason),
         checkpoints=books,
-        report=StepReport(metrics.write, progress.update),
+        report=StepReport(
+            metrics.write,
+            progress.update,
+            gap_watch=GapWatch(engine_gap_limit(context), stops=config.rollout.stop_at_gap),
+        ),
+        start_check=build_start_check(context),
         stop=build_stop_watch(context, past),
         peer_failed=world.peer_failed,
         stacks_of=world.stacks_of,
@@ -123,7 +131,7 @@ def build_dispatcher(context: RunContext, past: Past, board: BoardThread | None)
         context.config,
         context.world.post,
         cursor,
-        context.ranks.rollout_ranks,
+        context.ranks.rollout_leaders,
         context.num_steps,
         board.board if board is not None else None,
     )
@@ -144,7 +152,26 @@ def build_weight_updates(context: RunContext, engine: TrainEngine, sender: Weigh
         context.ranks.rollout_ranks,
         sender.open_epoch,
         engine.weight_specs,
-        context.config.rollout.logprob_gap_limit,
+        engine_gap_limit(context),
+        context.ranks.rollout.instances if context.ranks.rollout else (),
+    )
+
+
+def engine_gap_limit(context: RunContext) -> GapLimit:
+    """How far the engines of this run and its trainer may lie apart."""
+    rollout = context.ranks.rollout
+    engine = "attached" if rollout is None else rollout.engine
+    return gap_limit(context.config, context.device, engine, context.ranks.actor.engine)
+
+
+def build_start_check(context: RunContext) -> StartCheck | None:
+    """None in a world without engines of its own."""
+    ranks = context.ranks
+    if not ranks.rollout_leaders:
+        return None
+    seconds = context.config.cluster.setup_seconds
+    return StartCheck(
+        context.world.post, ranks.trainer_ranks, ranks.rollout_leaders, engine_gap_limit(context), seconds
     )
 
 

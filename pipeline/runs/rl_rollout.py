@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pekoe.pipeline.config.generation import GenerationConfig
-from pekoe.pipeline.messages import Hello, PrepareWeights
+from pekoe.pipeline.messages import Hello, Inbox
 from pekoe.pipeline.registry import INFERENCE_ENGINES, WEIGHT_TRANSPORTS, WORKFLOWS, resolve
 from pekoe.pipeline.reward.pool import RewardFailure, RewardPool
 from pekoe.pipeline.rollout.engine import EngineSettings, InferenceEngine, Instance, SamplingParameters
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
+from pekoe.pipeline.rollout.restarting_engine import RestartingEngine
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
 from pekoe.pipeline.runs.rl_trainer import transport_name
@@ -38,8 +40,7 @@ def roll(context: RunContext, pool: RewardPool, instance: Instance) -> str:
     set_phase = context.phase_of("rollout")
     set_phase("loading the engine")
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_path)
-    with context.building:
-        engine = build_engine(context, instance)
+    engine = restarting_engine(context, instance, inbox)
     receiver = build_receiver(context)
     hand_over = open_hand_over(context)
     loop = RolloutLoop(
@@ -50,13 +51,14 @@ def roll(context: RunContext, pool: RewardPool, instance: Instance) -> str:
             engine=engine,
             writer=open_writer(context, world.attempt),
             open_writer=lambda attempt: open_writer(context, attempt),
-            weights=Receiving(receiver),
+            weights=receiver,
             check_sequences=check_sequences(config),
             sampling=sampling_parameters(config.gconfig),
             max_tokens=config.actor.mb_spec.max_tokens_per_mb,
             set_phase=set_phase,
             set_version=world.set_version,
             hand_over=hand_over,
+            update_mode=config.weights.update_mode,
         )
     )
     executor = build_executor(context, tokenizer, engine, pool, loop)
@@ -89,11 +91,30 @@ def engine_progress(gauges: dict[str, float]) -> tuple[float, bool]:
     return gauges["tokens"] + gauges.get("prefilled_tokens", 0.0), bool(may_decode)
 
 
-def build_engine(context: RunContext, instance: Instance) -> InferenceEngine:
-    """The configured inference engine; what stops its thread ends the world."""
+def restarting_engine(context: RunContext, instance: Instance, inbox: Inbox) -> RestartingEngine:
+    """The engine of this rank, built anew when it fails; the rank loop hears of that. One over several ranks cannot be
+    replaced from here alone: its failure ends the attempt."""
+    config, world = context.config, context.world
+
+    def make(on_failure: Callable[[BaseException], None]) -> InferenceEngine:
+        with context.building:
+            return build_engine(context, instance, on_failure)
+
+    return RestartingEngine(
+        make,
+        max_restarts=config.rollout.max_engine_restarts if instance.size == 1 else 0,
+        tell=lambda message: inbox.put((world.rank, message)),
+        fatal=lambda error: world.abort(error, "engine"),
+    )
+
+
+def build_engine(
+    context: RunContext, instance: Instance, on_failure: Callable[[BaseException], None]
+) -> InferenceEngine:
+    """The configured inference engine."""
     assert context.ranks.rollout is not None
     engine: InferenceEngine = resolve(INFERENCE_ENGINES, context.ranks.rollout.engine, "allocation").build(
-        engine_settings(context), instance, lambda error: context.world.abort(error, "engine")
+        engine_settings(context), instance, on_failure
     )
     return engine
 
@@ -201,24 +222,3 @@ def sampling_parameters(config: GenerationConfig) -> SamplingParameters:
         frequency_penalty=config.frequency_penalty,
         logit_bias=tuple(sorted(config.logit_bias.items())),
     )
-
-
-class Receiving:
-    """The receiving end of a transport, fed into the engine."""
-
-    def __init__(self, receiver: WeightReceiver) -> None:
-        self._receiver = receiver
-
-    def prepare(self, message: PrepareWeights) -> None:
-        self._receiver.prepare(message)
-
-    def load(self, engine: InferenceEngine, version: int) -> None:
-        """An engine that refuses leaves the stream unread: the sender must hear of it."""
-        try:
-            engine.load_weights(self._receiver.receive(version), version)
-        except BaseException as error:
-            self._receiver.abandon(f"{type(error).__name__}: {error}")
-            raise
-
-    def close(self) -> None:
-        self._receiver.close()

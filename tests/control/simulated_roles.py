@@ -18,6 +18,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.checkpoint_saves import Committed
 from pekoe.pipeline.control.controller import INBOX_KINDS, Controller
 from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
+from pekoe.pipeline.control.logprob_gap import GapLimit
 from pekoe.pipeline.control.parts import ControllerParts
 from pekoe.pipeline.control.step import StepRows
 from pekoe.pipeline.control.step_report import StepReport
@@ -37,6 +38,7 @@ from pekoe.pipeline.messages import (
     Flush,
     Hello,
     Inbox,
+    LoadWeights,
     Message,
     Phase,
     PhaseReached,
@@ -165,6 +167,7 @@ class World:
         self.metrics: list[tuple[int, dict[str, float]]] = []
         self.open: dict[int, list[PublishedGroup]] = defaultdict(list)
         self.engine_version = dict.fromkeys(self.rollout_ranks, 0)
+        self.prepared: dict[int, PrepareWeights] = {}
         self.num_shards = 0
         self.tries: list[tuple[int, int]] = []
         self.rng = random.Random(self.seed)
@@ -179,11 +182,11 @@ class World:
             self.rollout_ranks,
             lambda epoch, members: "here",
             lambda: (),
-            self.config.rollout.logprob_gap_limit,
+            GapLimit(0.5),
         )
         parts = ControllerParts(
             post=self.post, inbox=self.post.control, trainer_ranks=[0], rollout_ranks=self.rollout_ranks,
-            colocated=self.colocated, dispatcher=dispatcher, weights=weights, attached=None,
+            rollout_leaders=self.rollout_ranks, colocated=self.colocated, dispatcher=dispatcher, weights=weights, attached=None,
             score=lambda rewards, *_: (rewards - rewards.mean(), np.ones(len(rewards), np.uint8)),
             plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
             record_step=lambda *arguments: self._record(*arguments),
@@ -276,8 +279,10 @@ class World:
             case Flush():
                 self._publish(rank)
             case PrepareWeights():
+                self.prepared[rank] = message
                 self._tell(rank, WeightsReady(message.version, message.epoch))
-                error = self.faults.load_error(message)
+            case LoadWeights():
+                error = self.faults.load_error(self.prepared[rank])
                 if not error:
                     self.engine_version[rank] = message.version
                 self._tell(rank, WeightsLoaded(message.version, 0.0, () if error else (self.faults.check,), error))

@@ -25,6 +25,7 @@ from pekoe.pipeline.messages import (
     Flush,
     Follow,
     Hello,
+    LoadWeights,
     Message,
     PrepareWeights,
     Published,
@@ -287,6 +288,7 @@ class Ranks:
         self.sent.append((to, message))
         if isinstance(message, PrepareWeights):
             self.inbox.put((to, WeightsReady(message.version, message.epoch)))
+        if isinstance(message, LoadWeights):
             self.inbox.put((to, WeightsLoaded(message.version, 0.1, (), self.load_error)))
 
     def of(self, kind: type[Message]) -> list[tuple[int, Any]]:
@@ -299,7 +301,7 @@ def foreman(files: Files, ranks: Ranks, stop: threading.Event | None = None) -> 
     made: Any = ranks
     parts = ForemanParts(
         post=made, inbox=ranks.inbox, ranks=(0, 1), leases=files, slots=3, config_hash="hash", poll_seconds=0.01,
-        orphan_seconds=10.0, ready_seconds=5.0, setup_seconds=5.0, load_seconds=5.0, grace_seconds=2.0,
+        orphan_seconds=10.0, ready_seconds=5.0, setup_seconds=5.0, load_seconds=5.0, away_seconds=20.0, grace_seconds=2.0,
         stop_requested=(stop or threading.Event()).is_set, set_phase=lambda phase, **facts: None,
     )  # fmt: skip
     return Foreman(parts)
@@ -314,7 +316,7 @@ def test_a_foreman_loads_before_it_claims_and_spreads_what_it_gets() -> None:
     made = foreman(files, ranks)
     assert made.turn() == ""
     kinds = [type(message) for _, message in ranks.sent]
-    assert kinds == [Follow, Follow, PrepareWeights, PrepareWeights, Assign, Assign, Assign]
+    assert kinds == [Follow, Follow, PrepareWeights, PrepareWeights, LoadWeights, LoadWeights, Assign, Assign, Assign]
     assert files.claims == [(3, 2)]
     assert sorted(to for to, _ in ranks.of(Assign)) in ([0, 0, 1], [0, 1, 1])
     assert made.turn() == ""

@@ -30,7 +30,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (disk_watch, pump):
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("pekoe.pipeline.control.checkpoint_saves.RETRY_SECONDS", 0.05)
+    for name in ("checkpoint_saves", "weight_update"):
+        monkeypatch.setattr(f"pekoe.pipeline.control.{name}.RETRY_SECONDS", 0.05)
 
 
 def config(freq: int = 2, asynchronous: bool = True) -> RunConfig:

@@ -67,14 +67,16 @@ class BatchDecoder:
             sequence.cached = 0
 
     @torch.inference_mode()
-    def admit(self, version: int) -> None:
-        """Gives rows to waiting sequences whose minimum version is reached, in order of arrival (or of group)."""
+    def admit(self, version: int, *, begin: bool = True) -> None:
+        """Gives rows to waiting sequences whose minimum version is reached, in order of arrival (or of group). Without
+        `begin` only a deterministic group that is in the rows already is completed."""
         if self._fixed_length is not None:
-            self._admit_cohort(version)
+            if begin or any(self.rows):
+                self._admit_cohort(version)
             return
         free = deque(row for row, sequence in enumerate(self.rows) if sequence is None)
         free.extend(range(len(self.rows), self._max_slots))
-        if self.waiting and free:
+        if begin and self.waiting and free:
             kept: deque[SequenceState] = deque()
             for sequence in self.waiting:
                 if free and sequence.request.min_version <= version:

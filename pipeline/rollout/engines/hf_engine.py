@@ -25,7 +25,14 @@ from transformers import AutoTokenizer
 
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.records import Finish, Float32, Int32
-from pekoe.pipeline.rollout.engine import EngineClosedError, EngineSettings, GenerationRequest, Instance, Response
+from pekoe.pipeline.rollout.engine import (
+    EngineClosedError,
+    EngineFailedError,
+    EngineSettings,
+    GenerationRequest,
+    Instance,
+    Response,
+)
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.served_model import ServedModel
@@ -82,6 +89,8 @@ class HfEngine:
         self._condition = threading.Condition()
         self._inbox: list[SequenceState] = []
         self._pause_wanted = False
+        self._draining = False
+        """A pause is wanted once the sequences in the rows have ended."""
         self._parked = False
         self._asleep = False
         self._broken = ""
@@ -110,7 +119,8 @@ class HfEngine:
         )
 
     async def generate(self, request: GenerationRequest) -> Response:
-        """See the protocol. RuntimeError when the engine failed or was closed, ValueError when it cannot be served."""
+        """See the protocol. EngineFailedError when the engine failed, EngineClosedError when it was closed, ValueError when
+        the request cannot be served."""
         stop = self._check(request)
         if stop.max_new <= 0:
             return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), Finish.LENGTH)
@@ -132,7 +142,7 @@ class HfEngine:
             self._raise_if_stopped()
             if self._pause_wanted:
                 raise RuntimeError("hf engine: pause() while it is paused")
-            self._pause_wanted = True
+            self._pause_wanted, self._draining = True, drain
             self._condition.notify_all()
             self._condition.wait_for(lambda: self._parked or self._closing or self.failure is not None)
             self._raise_if_stopped()
@@ -256,13 +266,13 @@ class HfEngine:
                 self._decoder.waiting.extend(self._inbox)
                 self._inbox.clear()
                 if self._pause_wanted:
+                    if self._has_to_drain():
+                        return True
                     if not self._parked:
-                        self._parked = True
+                        self._parked, self._draining = True, False
                         self._condition.notify_all()
                 elif not self._broken:
-                    if self._any_cancelled:
-                        self._any_cancelled = False
-                        self._decoder.sweep()
+                    self._sweep()
                     if self._decoder.has_work(self.version):
                         gathering = idle and len(self._decoder.waiting) < self._max_slots
                         if not gathering or not self._condition.wait(GATHER_SECONDS):
@@ -271,10 +281,22 @@ class HfEngine:
                 self._condition.wait()
         return False
 
+    def _has_to_drain(self) -> bool:
+        """Whether sequences under way are to be finished before the engine stops."""
+        if not self._draining or self._broken:
+            return False
+        self._sweep()
+        return any(self._decoder.rows)
+
+    def _sweep(self) -> None:
+        if self._any_cancelled:
+            self._any_cancelled = False
+            self._decoder.sweep()
+
     def _turn(self) -> None:
         """Brings waiting sequences in, then computes one pass: prefill while there is any, else a token per row."""
         decoder = self._decoder
-        decoder.admit(self.version)
+        decoder.admit(self.version, begin=not self._draining)
         if decoder.prefill():
             return
         for sequence in decoder.decode(self.version):
@@ -299,8 +321,8 @@ class HfEngine:
             sequence.deliver(make_error())
 
 
-def _failed(error: BaseException) -> RuntimeError:
-    failure = RuntimeError(f"hf engine failed: {type(error).__name__}: {error}")
+def _failed(error: BaseException) -> EngineFailedError:
+    failure = EngineFailedError(f"hf engine failed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
 
