@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pekoe.pipeline import registry
-from pekoe.pipeline.config.areal_keys import DEFAULTS, SECTION_DEFAULTS, Gone, Moved, rule_of
+from pekoe.pipeline.config.areal_keys import DEFAULTS, KEYS, SECTION_DEFAULTS, Gone, Moved, rule_of
 from pekoe.pipeline.config.check import within_limits
 from pekoe.pipeline.config.emit import escape, yaml_value
 from pekoe.pipeline.config.schema import ConfigError, Key, all_keys, shown
@@ -71,6 +71,8 @@ def import_areal(path: str | Path) -> tuple[str, list[str]]:
     state = _Import(dict(_leaves(_read(Path(path)))))
     for name, value in state.theirs.items():
         special = _SPECIAL.get(name)
+        if special is None and _is_vllm_argument(state, name):
+            special = _vllm_argument
         if special is not None:
             special(state, name, value)
         else:
@@ -80,6 +82,10 @@ def import_areal(path: str | Path) -> tuple[str, list[str]]:
     _settle_data(state)
     state.notes += [f"{', '.join(names)}: {said}" for (_, said), names in state.gone.items()]
     return _text(state.ours, Path(path).name), state.notes
+
+
+def _is_vllm_argument(state: _Import, name: str) -> bool:
+    return name.startswith("vllm.") and name not in KEYS and name not in state.keys
 
 
 def _read(path: Path) -> DictConfig:
@@ -217,7 +223,27 @@ def _data_type(state: _Import, name: str, value: Any) -> None:
         state.notes.append(f"{name}: 'rl' is task: rl here; {section}.type names the kind of data set")
 
 
+def _context(state: _Import, name: str, value: Any) -> None:
+    """Of two limits, the one of sampling is ours."""
+    if value is None or state.theirs.get("gconfig.max_tokens") is not None:
+        state.drop(name, None, Gone("gconfig.max_tokens is the context limit"))
+        return
+    state.put(name, "gconfig.max_tokens", value)
+    state.notes.append(f"{name}: {shown(value)} is gconfig.max_tokens: {shown(value)} here")
+
+
+def _vllm_argument(state: _Import, name: str, value: Any) -> None:
+    """Arguments of vLLM that are no keys here are handed on."""
+    argument = name.partition(".")[2]
+    if value is None:
+        state.drop(name, None, Gone("vLLM's own default"))
+        return
+    state.put(name, "vllm.extra", {**state.ours.get("vllm.extra", {}), argument: value})
+    state.notes.append(f"{name}: {shown(value)} is vllm.extra.{argument} here")
+
+
 _SPECIAL: dict[str, Callable[[_Import, str, Any], None]] = {
+    "vllm.max_model_len": _context,
     "allocation_mode": _allocation,
     "actor.backend": _backend,
     "rollout.backend": _backend,

@@ -31,7 +31,7 @@ class Moved:
 _NAMES = Gone("the run's names and root are given once: experiment_name, trial_name, cluster.fileroot")
 _SCHEDULING = Gone("the world is one MPI job: allocation and cluster.* say what it needs")
 _HTTP = Gone("nothing travels by HTTP here")
-_LORA = Gone("LoRA is not in this version", (False, None))
+_LORA = Gone("training of LoRA adapters is not in this version", (False, None, ""))
 _FROM_GCONFIG = Gone("taken from gconfig here")
 _GROUPS = Gone("groups are the samples of one prompt here; their size is gconfig.n_samples")
 _EPOCHS = Gone("intervals are in training steps here: set the section's freq_steps", (None,))
@@ -43,7 +43,6 @@ SECTIONS: dict[str, Gone] = {
     "critic.*": Gone("a critic is not in this version"),
     "teacher.*": Gone("a teacher is not in this version"),
     "sglang.*": Gone("the sglang engine is not in this version; the model comes from actor.path or rollout.path"),
-    "vllm.*": Gone("the vllm engine is not in this version; the model comes from actor.path or rollout.path"),
     "launcher.*": _SCHEDULING,
     "scheduler.*": _SCHEDULING,
     "perf_tracer.*": Gone("a tracer is not in this version"),
@@ -75,8 +74,6 @@ KEYS: dict[str, Gone | Moved] = {
     "workflow_kwargs": Moved("workflow.args"),
     "cluster.cluster_name": Gone("nothing depends on the cluster's name"),
     # gconfig, eval_gconfig (the same keys)
-    "gconfig.frequency_penalty": Gone("a frequency penalty would make log-probs those of another policy", (0, 0.0)),
-    "gconfig.ignore_eos": Gone("end tokens always end a completion", (False,)),
     "gconfig.skip_special_tokens": Gone("trajectories hold tokens, not text"),
     "gconfig.lora_name": _LORA,
     "gconfig.use_beam_search": Gone("beam search does not sample from the policy", (False,)),
@@ -107,6 +104,20 @@ KEYS: dict[str, Gone | Moved] = {
     "rollout.admin_api_key": _HTTP,
     "rollout.api_url": _HTTP,
     "rollout.provider_api_key": _HTTP,
+    # vllm: what every engine has is in rollout and gconfig; keys that are nowhere here go into vllm.extra
+    "vllm.model": Gone("the model comes from actor.path or rollout.path", ("",)),
+    "vllm.seed": Gone("is seed here"),
+    "vllm.dtype": Moved("rollout.dtype", (("auto", "bfloat16"), ("half", "float16"), ("float", "float32"))),
+    "vllm.max_num_seqs": Moved("rollout.max_slots"),
+    "vllm.no_enable_prefix_caching": Moved("vllm.enable_prefix_caching", ((True, False), (False, True))),
+    "vllm.enable_lora": Gone("set vllm.max_loras", (False,)),
+    "vllm.lora_modules": _LORA,
+    "vllm.enable_sleep_mode": Gone("engines on the trainer's ranks sleep while it trains"),
+    "vllm.swap_space": Gone("sequences that do not fit are computed again", (0, None)),
+    "vllm.skip_tokenizer_init": Gone("the engine decides"),
+    "vllm.distributed_executor_backend": Gone("allocation says which ranks make an engine"),
+    "vllm.worker_extension_cls": Gone("weights reach the engine by actor.weight_update_mode"),
+    "vllm.uvicorn_log_level": _HTTP,
     # actor
     "actor.experiment_name": _NAMES,
     "actor.trial_name": _NAMES,
@@ -245,6 +256,8 @@ def replacement(name: str) -> str:
     if name == "actor.recompute_logprob":
         return "AReaL's key is actor.use_decoupled_loss here (`pekoe config import FILE` converts a file)"
     rule = rule_of(name)
+    if rule is None and name.startswith("vllm."):
+        return f"an argument of vLLM that is no key here is set as vllm.extra.{name.partition('.')[2]}"
     if isinstance(rule, Moved):
         return f"AReaL's key is {rule.to} here (`pekoe config import FILE` converts a file)"
     if isinstance(rule, Gone):

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pekoe.pipeline.config.cross_checks import CROSS_CHECKS, check_placement
+from pekoe.pipeline.config.engine_checks import check_vocabulary
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
-from pekoe.pipeline.config.paths import model_context_limit, resolve_paths
+from pekoe.pipeline.config.paths import model_context_limit, model_vocabulary, resolve_paths
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, Key, keys_of, shown
 from pekoe.pipeline.config.values import WrongValue, convert
@@ -42,6 +43,7 @@ def check(config: RunConfig, placement: PlacementFacts | None = None) -> list[st
     else:
         if limits_hold:
             _check_context(config, model_context_limit(model), findings)
+            check_vocabulary(config, model_vocabulary(model), findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     return findings.warnings

@@ -10,6 +10,7 @@ from pekoe.pipeline import registry
 from pekoe.pipeline.config.cluster_checks import CLUSTER_CHECKS, check_nodes
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.durations import FORMS, duration_seconds
+from pekoe.pipeline.config.engine_checks import SAMPLING_CHECKS, check_engine
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.run import RunConfig
@@ -58,11 +59,6 @@ def _check_sampling(config: RunConfig, findings: Findings) -> None:
         )
     if training.greedy:
         findings.warn("gconfig.greedy", True, "gives a group equal completions: nothing is learned from it")
-    if training.top_p < 1 or training.top_k > 0:
-        key, value = ("gconfig.top_p", training.top_p) if training.top_p < 1 else ("gconfig.top_k", training.top_k)
-        findings.warn(
-            key, value, "samples from a cut distribution, but log-probs are those of the full one: ratios are biased"
-        )
 
 
 def _check_objective(config: RunConfig, findings: Findings) -> None:
@@ -218,6 +214,7 @@ def _check_evaluation(config: RunConfig, findings: Findings) -> None:
 
 def check_placement(config: RunConfig, placement: PlacementFacts, findings: Findings) -> None:
     check_nodes(config, placement, findings)
+    check_engine(config, placement, findings)
     per_update = config.train_dataset.batch_size * config.gconfig.n_samples // config.actor.ppo_n_minibatches
     trainers = len(placement.trainer_ranks)
     if trainers > per_update:
@@ -284,6 +281,7 @@ def _check_time_limit(config: RunConfig, findings: Findings) -> None:
 CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_names,
     _check_sampling,
+    *SAMPLING_CHECKS,
     _check_objective,
     _check_rejection,
     _check_batch,

@@ -7,8 +7,22 @@ from typing import Any, Protocol
 from pekoe.pipeline.config.schema import shown
 
 
+class RolloutFacts(Protocol):
+    """What the checks need of the rollout part."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def instances(self) -> tuple[tuple[int, ...], ...]: ...
+
+
 class PlacementFacts(Protocol):
     """What the checks need of a placement of roles on ranks."""
+
+    @property
+    def rollout(self) -> RolloutFacts | None: ...
+    @property
+    def colocated(self) -> bool: ...
 
     @property
     def world_size(self) -> int: ...

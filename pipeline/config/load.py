@@ -148,18 +148,23 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
             )
             continue
         try:
-            one = OmegaConf.from_dotlist([f"{name}={_keep_clock_times(value)}"])
+            one: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={_keep_clock_times(value)}"]))
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(f"{name}: {value!r} is not a YAML value: {' '.join(str(error).split())}")
             continue
-        if not value:
-            OmegaConf.update(one, name, "")
-        merged = OmegaConf.merge(given, one)
+        merged = OmegaConf.merge(given, _nested(name, one["value"] if value else ""))
         assert isinstance(merged, DictConfig)
         given = merged
     if problems:
         raise ConfigError(problems, "command line")
     return given
+
+
+def _nested(name: str, value: Any) -> Any:
+    """The tree with one value at a dotted name; a part that is a whole number is one (`gconfig.logit_bias.5`)."""
+    for part in reversed(name.split(".")):
+        value = {int(part) if part.isdecimal() else part: value}
+    return value
 
 
 def _unknown_keys(section: type, written: DictConfig, source: str, prefix: str = "") -> list[str]:

@@ -58,6 +58,13 @@ def model_context_limit(path: str | Path) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def model_vocabulary(path: str | Path) -> int | None:
+    """`vocab_size` of a model folder; None where its configuration names none."""
+    text = _read_model_config(Path(path))
+    size = text.get("vocab_size", (text.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
 def _read_model_config(folder: Path) -> dict[str, Any]:
     with open(folder / "config.json", encoding="utf-8") as file:
         parsed = json.load(file)

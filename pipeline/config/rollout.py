@@ -46,8 +46,14 @@ class RolloutConfig:
         "files, shards = kept as they are",
         choices=("none", "archive", "shards"),
     )
-    logprob_gap_limit: float = setting(
-        0.5, "mean |log-prob(engine) - log-prob(trainer)| on equal weights above which the run stops", above=0
+    logprob_gap_limit: float | None = setting(
+        None,
+        "mean |log-prob(engine) - log-prob(trainer)| on equal weights above which the run stops at the start or after "
+        "an update; null = by device and dtype",
+        above=0,
+    )
+    stop_at_gap: bool = setting(
+        False, "the run stops, too, when the gap on the tokens of a step is alarming (else it only says so)"
     )
 
 

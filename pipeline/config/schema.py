@@ -30,7 +30,8 @@ class Key:
     name: str
     """Full dotted name."""
     type: Any
-    """Type of a value, without None: str, int, float, bool, list[...], dict[...] or a section's dataclass."""
+    """Type of a value, without None: str, int, float, bool, list[...], dict[...] or a section's dataclass. A dict's
+    entries are checked unless they are Any."""
     nullable: bool
     default: Any
     meaning: str
@@ -51,6 +52,9 @@ class Key:
         origin = typing.get_origin(self.type) or self.type
         if origin is list:
             return f"a list of {_PLURALS[typing.get_args(self.type)[0]]}"
+        names, entries = typing.get_args(self.type) if origin is dict else (Any, Any)
+        if entries is not Any:
+            return f"a mapping of {_PLURALS[names]} to {_PLURALS[entries]}"
         return _NAMES[origin]
 
     @property

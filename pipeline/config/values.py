@@ -60,8 +60,16 @@ def convert(key: Key, value: Any) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise WrongValue("is not a mapping")
-        return value
+        return _mapping(key.type, value)
     return _scalar(key.type, value, key.choices)
+
+
+def _mapping(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
+    """Of a typed one, names and entries; a free one is taken as it is. A name from the command line is a text."""
+    names, entries = typing.get_args(kind) or (str, Any)
+    if entries is Any:
+        return value
+    return {_scalar(names, name, None): _scalar(entries, entry, None) for name, entry in value.items()}
 
 
 def _scalar(kind: type, value: Any, choices: tuple[Any, ...] | None) -> Any:

@@ -211,7 +211,7 @@ def test_the_cap_era_maps_as_meant(tmp_path: Path) -> None:
     assert config.reward.name == "gsm8k"
     assert (config.evaluator.freq_steps, config.evaluator.at_start, config.recover.freq_steps) == (5, True, 20)
     text = "\n".join(notes)
-    assert "sglang: not in this version; available: fsdp, hf" in text
+    assert "sglang: not in this version; available: fsdp, hf, vllm" in text
     assert "actor.kl_ctl: changes nothing here" in text
     assert "saver.freq_epochs: no place here: intervals are in training steps" in text
     assert "rollout.enable_rollout_tracing: no place here" in text
@@ -240,6 +240,8 @@ def test_the_backend_era_maps_as_meant(tmp_path: Path, monkeypatch) -> None:
         0,
         12288,
     )
+    assert config.eval_gconfig.ignore_eos
+    assert not config.gconfig.ignore_eos
     assert config.train_dataset.args == {"prompt_key": "q"}
     assert config.train_dataset.type == "jsonl"
     text = "\n".join(notes)
@@ -247,13 +249,12 @@ def test_the_backend_era_maps_as_meant(tmp_path: Path, monkeypatch) -> None:
         "actor.optimizer.type: 'muon' is not possible here; allowed: adamw",
         "actor.optimizer_dtype: no place here: master weights",
         "actor.kl_ctl, actor.kl_estimator: no place here",
-        "eval_gconfig.ignore_eos: no place here",
         "my_own_flag: no place here: is no key of AReaL's that is known here",
         "critic.path, critic.ppo_n_minibatches: no place here: a critic is not in this version",
         "actor.overlong_reward_penalty, actor.overlong_tokens: no place here",
         "actor.reward_norm: not in the file; AReaL's default null is written out",
         "dynamic_bs: no place here",
-        "vllm: not in this version",
+        "megatron: not in this version; available: fsdp, hf, vllm",
     ):
         assert words in text, words
 
@@ -356,3 +357,37 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     file.write_text("- 1")
     with pytest.raises(ConfigError, match="is not a mapping"):
         import_areal(file)
+
+
+def test_the_engine_keys_of_vllm_go_to_every_engine_or_to_ours(tmp_path: Path) -> None:
+    text = """
+vllm:
+  model: /models/m
+  seed: 1
+  dtype: half
+  max_num_seqs: 48
+  max_model_len: 2048
+  gpu_memory_utilization: 0.7
+  enforce_eager: true
+  no_enable_prefix_caching: true
+  swap_space: 4
+  enable_sleep_mode: true
+  block_size: 32
+  kv_cache_dtype: auto
+  max_lora_rank: 16
+  disable_sliding_window: null
+gconfig: {frequency_penalty: 0.3, ignore_eos: true, lora_name: ""}
+"""
+    config, notes, _ = imported(text, tmp_path)
+    assert (config.rollout.dtype, config.rollout.max_slots, config.gconfig.max_tokens) == ("float16", 48, 2048)
+    assert (config.vllm.gpu_memory_utilization, config.vllm.enforce_eager) == (0.7, True)
+    assert (config.vllm.enable_prefix_caching, config.vllm.max_lora_rank) == (False, 16)
+    assert config.vllm.extra == {"block_size": 32, "kv_cache_dtype": "auto"}
+    assert (config.gconfig.frequency_penalty, config.gconfig.ignore_eos) == (0.3, True)
+    said = "\n".join(notes)
+    assert "vllm.swap_space: no place here: sequences that do not fit are computed again" in said
+    assert "gconfig.lora_name: changes nothing here" in said
+    assert "vllm.disable_sliding_window: changes nothing here" in said
+    both, notes, _ = imported("vllm: {max_model_len: 900}\ngconfig: {max_tokens: 700}", tmp_path)
+    assert both.gconfig.max_tokens == 700
+    assert any(note.startswith("vllm.max_model_len: changes nothing here") for note in notes)

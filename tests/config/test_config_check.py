@@ -205,6 +205,8 @@ def test_contradictions_are_refused(folder: Path, overrides: list[str], key: str
         (["actor.importance_sampling_level=sequence"], "actor.loss_aggregation", "GSPO"),
         (["gconfig.greedy=true"], "gconfig.greedy", "nothing is learned"),
         (["gconfig.top_p=0.9"], "gconfig.top_p", "biased"),
+        (["gconfig.frequency_penalty=0.5"], "gconfig.frequency_penalty", "biased"),
+        (["gconfig.logit_bias={5: 1}"], "gconfig.logit_bias", "biased"),
         (["gconfig.top_k=5"], "gconfig.top_k", "biased"),
         (["train_dataset.max_length=600"], "gconfig.max_tokens", "cuts completions"),
         (["rollout.episode_seconds=3000"], "cluster.progress_seconds", "ends the run"),
