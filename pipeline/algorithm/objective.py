@@ -23,6 +23,9 @@ from pekoe.pipeline.config.actor import ActorConfig
 
 Batch = Mapping[str, Tensor]
 
+WIDE_GAP = 0.1
+"""Tokens whose log-prob by the trainer is off the engine's by more are counted."""
+
 
 class PolicyObjective:
     """The loss of one minibatch of a step; implements the trainer's `LossFunction`.
@@ -119,11 +122,28 @@ class PolicyObjective:
         }
         if entropy is not None:
             stats["entropy"] = torch.where(mask, entropy, 0).sum()
+        stats |= self._fresh_gap(logprobs, prox, behaviour, mask, batch["versions"])
         if self._config.prox_logp_method == "metrics" and self._config.use_decoupled_loss:
             loglinear = loglinear_logprobs(logprobs, behaviour, batch["versions"], self._version)
             stats["prox_error_loglinear"] = torch.where(mask, loglinear - prox, 0).abs().sum()
             stats["prox_error_reuse"] = torch.where(mask, logprobs - prox, 0).abs().sum()
         return stats
+
+    def _fresh_gap(
+        self, logprobs: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, versions: Tensor
+    ) -> dict[str, Tensor]:
+        """Trainer against engine on the tokens that this step's version has sampled: with recomputed proximal log-probs
+        exact in every minibatch, else in the first."""
+        trainer = prox if needs_prox_forward(self._config) else logprobs
+        fresh = mask & (versions == self._version)
+        gap = torch.where(fresh, trainer - behaviour, 0)
+        return {
+            "fresh_tokens": fresh.sum(),
+            "fresh_gap": gap.abs().sum(),
+            "fresh_drift": gap.sum(),
+            "fresh_wide": (gap.abs() > WIDE_GAP).sum(),
+            "fresh_gap_max": _maximum(gap.abs()),
+        }
 
 
 def check_objective(config: ActorConfig) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import row_staleness
+from pekoe.pipeline.control.logprob_gap import GapWatch
 from pekoe.pipeline.control.step import StepRows
 from pekoe.pipeline.observe.progress import ProgressState
 
@@ -40,6 +41,7 @@ class StepReport:
     """(when, tokens published until then) at the last step boundaries: groups arrive in bursts."""
     steps_done: int = 0
     shown: float = 0.0
+    gap_watch: GapWatch | None = None
 
     def begin(self) -> None:
         """Everybody is there: time counts from here."""
@@ -50,6 +52,8 @@ class StepReport:
         rewards = np.array([row.reward for _, row in rows.rows])
         lengths = np.array([row.num_active for _, row in rows.rows])
         version = int(stats.get("version", 0)) - 1
+        if self.gap_watch is not None:
+            self.gap_watch.look(version + 1, stats)
         staleness = np.array(row_staleness(rows.groups, version))
         self.figures = {
             **{name: value for name, value in stats.items() if name != "version"},

@@ -3,7 +3,8 @@
 Plan      read and verify this rank's rows, answer RowsRead; wait outside of any collective
 Commit    proximal log-probs -> advantages -> one optimiser update a minibatch -> StepDone      (collective from here)
 Replan    forget the rows
-PublishWeights, ShareWeights, Export   collective too; the head sends them to all trainer ranks in one order
+CheckLogprobs, PublishWeights, ShareWeights, Export
+          collective too; the head sends them to all trainer ranks in one order
 Save      copy the state (collective); a saver thread writes it while training goes on, and answers Saved
 RollCall  answer Present: this rank stands at a step boundary
 StopTrainer                    leave, when the save in flight is over
@@ -23,10 +24,12 @@ import numpy as np
 from pekoe.pipeline import files
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.messages import (
+    CheckLogprobs,
     Commit,
     Export,
     Exported,
     Inbox,
+    LogprobsChecked,
     Message,
     Plan,
     Post,
@@ -55,8 +58,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INBOX_KINDS: tuple[type[Message], ...] = (
-    Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer,
+    Plan, Commit, Replan, CheckLogprobs, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer,
 )  # fmt: skip
+
+
+FRESH = "fresh_"
+"""Statistics of trainer against engine on tokens that the step's own version has sampled: only while its weights are
+those of the version."""
 
 
 class BadRowsError(Exception):
@@ -139,6 +147,8 @@ class Learner:
                     self.step(message)
                 case Replan():
                     self.rows = None
+                case CheckLogprobs():
+                    self.check_logprobs(message)
                 case PublishWeights():
                     self.publish(message)
                 case ShareWeights():
@@ -188,11 +198,14 @@ class Learner:
         for index, batches in enumerate(rows.batches):
             plan = rows.plan
             loss = self.parts.make_loss(plan.num_active[index], plan.num_sequences[index], commit.version)
-            _accumulate(totals, engine.train_batch(batches, loss, temperature), len(rows.batches))
+            stats = engine.train_batch(batches, loss, temperature)
+            if index > 0 and not self.parts.needs_prox_forward:
+                stats = {name: value for name, value in stats.items() if not name.startswith(FRESH)}
+            _accumulate(totals, stats, len(rows.batches))
         self.version = commit.version + 1
         self.parts.set_version(self.version)
-        stats = derive_stats(totals)
-        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, stats))
+        derived = derive_stats(totals)
+        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, derived))
 
     def _add_proximal(self, batches: list[PackedBatch]) -> None:
         """Log-probs by the weights at the start of the step, in the same packing as the update."""
@@ -245,9 +258,15 @@ class Learner:
             error = str(failure)[:2000]
         self._tell_from_first(Exported(message.version, message.path, error, bool(error)))
 
+    def check_logprobs(self, message: CheckLogprobs) -> None:
+        """By the weights as they are: what engines are compared with before anything is sampled."""
+        check = tuple(float(x) for x in self._check_logprobs())
+        self._tell_from_first(LogprobsChecked(message.version, check))
+
     def _check_logprobs(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """Token-aligned, of all check sequences end to end, at the sampling temperature."""
         rows = [(0, _bare_trajectory(ids)) for ids in self.parts.check_sequences]
-        (found,) = self.parts.engine.forward([pack(rows)], 1.0)
+        (found,) = self.parts.engine.forward([pack(rows)], self.config.gconfig.temperature)
         values: np.ndarray[tuple[int], np.dtype[np.float32]] = found.cpu().numpy()
         return values
 
@@ -290,9 +309,25 @@ def derive_stats(sums: dict[str, float]) -> dict[str, float]:
     """Statistics of the global batch: sums over tokens become means; maxima, norms and counts stay as they are."""
     tokens = max(sums.get("tokens", 0.0), 1.0)
     kept = {"loss", "tokens", "sequences", "lr", "grad_norm", "update_skipped"}
-    return {
+    derived = {
         f"train/{name}": value if name in kept or name.endswith("_max") else value / tokens
         for name, value in sums.items()
+        if not name.startswith(FRESH)
+    }
+    return derived | _gap_stats(sums)
+
+
+def _gap_stats(sums: dict[str, float]) -> dict[str, float]:
+    """`engine_gap/…`: the engines' log-probs against the trainer's by the same weights; nothing without such tokens."""
+    tokens = sums.get("fresh_tokens", 0.0)
+    if not tokens:
+        return {}
+    return {
+        "engine_gap/tokens": tokens,
+        "engine_gap/mean": sums["fresh_gap"] / tokens,
+        "engine_gap/drift": sums["fresh_drift"] / tokens,
+        "engine_gap/share_above_0.1": sums["fresh_wide"] / tokens,
+        "engine_gap/max": sums["fresh_gap_max"],
     }
 
 

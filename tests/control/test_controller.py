@@ -11,6 +11,7 @@ import pytest
 
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.dispatcher import Dispatcher, RolloutFailure
+from pekoe.pipeline.control.logprob_gap import EnginesDisagreeError
 from pekoe.pipeline.control.pump import NoProgress
 from pekoe.pipeline.control.weight_update import WeightUpdateError
 from pekoe.pipeline.data.cursor import Cursor
@@ -94,7 +95,7 @@ def test_a_transfer_that_always_fails_ends_the_run() -> None:
 
 def test_engines_that_disagree_with_the_trainer_end_the_run() -> None:
     world = World(config(), 12, 4, faults=Faults(check=-1.9))
-    with pytest.raises(WeightUpdateError, match="logprob_gap_limit"):
+    with pytest.raises(EnginesDisagreeError, match="logprob_gap_limit"):
         world.run()
 
 
