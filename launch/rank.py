@@ -1,9 +1,9 @@
 """One rank, from its first line to its exit code: `python -m pekoe.launch.rank RUN ATTEMPT`, or joined by `pekoe run`.
 
-    supervise ─► signals, last words ─► config, roles ─► environment ─► log ─► reward pool
+    supervise ─► signals, last words ─► config, roles ─► environment ─► log ─► reward pool, engine nursery
               ─► MPI ─► the run's wiring ─► finalize
 
-Processes (reward pool) start before MPI does; torch is imported by the wiring.
+Processes (reward pool, engine nursery) start before MPI does; torch is imported by the wiring.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
 
     state.set_phase("preparing")
     wiring = importlib.import_module(origin.wiring)
-    prepared = wiring.prepare(config, placement.tasks_of(facts.rank))
+    rollout_engine = placement.rollout.engine if placement.rollout is not None else ""
+    prepared = wiring.prepare(config, placement.tasks_of(facts.rank), rollout_engine)
     settings = world_settings(config)
     with World.join(placement.world_size, settings, facts=facts, state=state, signals=signals) as world:
         try:

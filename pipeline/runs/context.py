@@ -20,6 +20,7 @@ from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.messages import Post
 from pekoe.pipeline.observe.phases import SetPhase
 from pekoe.pipeline.observe.progress_watch import ProgressWatch, ReadProgress
+from pekoe.pipeline.rollout.child.nursery import EngineNursery
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.start import RunData, StartPoint
 
@@ -112,6 +113,8 @@ class RunContext:
     data: RunData
     attached: str = ""
     """Name of the attached world; empty for a rank of the run's own world."""
+    nursery: EngineNursery | None = None
+    """Starts processes for engines; None where this rank's engine runs in its own."""
     building: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: transformers changes global state meanwhile, and a colocated rank builds two."""
     gauges: dict[str, Callable[[], dict[str, float]]] = field(default_factory=dict)

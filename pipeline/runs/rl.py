@@ -31,8 +31,10 @@ from dataclasses import dataclass
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.reward.pool import RewardPool
+from pekoe.pipeline.rollout.child.nursery import EngineNursery
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.context import HEAD, Ranks, RunContext, World
+from pekoe.pipeline.runs.engine_setup import start_nursery
 from pekoe.pipeline.runs.start import RunData, choose_start
 
 logger = logging.getLogger(__name__)
@@ -45,13 +47,21 @@ class Prepared:
     """What must exist before MPI does: processes are never started from a rank that has initialised MPI."""
 
     pool: RewardPool | None
+    nursery: EngineNursery | None = None
+    """None where this rank's engine runs in its own process, or it has none."""
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for keeper in (self.pool, self.nursery):
+            if keeper is not None:
+                keeper.close()
 
 
-def prepare(config: RunConfig, roles: tuple[str, ...]) -> Prepared:
-    """Called on every rank before MPI is initialised."""
+def prepare(config: RunConfig, roles: tuple[str, ...], rollout_engine: str) -> Prepared:
+    """Called on every rank before MPI is initialised; `rollout_engine` is the name of the engine, "" without one."""
     if "rollout" not in roles:
         return Prepared(None)
-    return Prepared(RewardPool(config.reward).start())
+    return Prepared(RewardPool(config.reward).start(), start_nursery(config, roles, rollout_engine))
 
 
 def run(
@@ -78,7 +88,7 @@ def run(
             past = go_back(directory, config, world.attempt, start, data)
         world.share("done" if world.rank == HEAD else None)
     device = choose(config.cluster.device)
-    context = RunContext(config, world, ranks, directory, device, device_index, start, data)
+    context = RunContext(config, world, ranks, directory, device, device_index, start, data, nursery=prepared.nursery)
     world.set_version(context.start.version)
     outcomes: list[str] = []
     crew = Crew(world)
@@ -87,8 +97,7 @@ def run(
     if "rollout" in roles:
         crew.start("rollout", lambda: outcomes.append(serve(context, prepared.pool)))
     world.serve(crew.done)
-    if prepared.pool is not None:
-        prepared.pool.close()
+    prepared.close()
     return REQUEUE if "stopped" in outcomes else DONE
 
 

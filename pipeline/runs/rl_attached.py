@@ -49,7 +49,10 @@ def run(
     device = choose(config.cluster.device)
     start = StartPoint(-1, "", 0)
     name = directory.path.name
-    context = RunContext(config, world, ranks, served, device, device_index, start, RunData(config), attached=name)
+    context = RunContext(
+        config, world, ranks, served, device, device_index, start, RunData(config), attached=name,
+        nursery=prepared.nursery,
+    )  # fmt: skip
     world.set_version(start.version)
     outcomes: list[str] = []
     crew = Crew(world)
@@ -58,8 +61,7 @@ def run(
         crew.start("foreman", lambda: outcomes.append(foreman.run()))
     crew.start("rollout", lambda: outcomes.append(serve(context, prepared.pool)))
     world.serve(crew.done)
-    if prepared.pool is not None:
-        prepared.pool.close()
+    prepared.close()
     return REQUEUE if "stopped" in outcomes else DONE
 
 

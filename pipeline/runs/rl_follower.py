@@ -36,7 +36,8 @@ from pekoe.pipeline.rollout.engine import Instance
 from pekoe.pipeline.rollout.staged_weights import StagedWeights
 from pekoe.pipeline.runs.context import HEAD, RunContext
 from pekoe.pipeline.runs.engine_instance import join_instance
-from pekoe.pipeline.runs.rl_rollout import build_receiver, engine_settings, roll
+from pekoe.pipeline.runs.engine_setup import engine_settings
+from pekoe.pipeline.runs.rl_rollout import build_receiver, roll
 from pekoe.pipeline.weights.transport import WeightReceiver
 
 if TYPE_CHECKING:

@@ -10,14 +10,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.messages import Hello, Inbox
-from pekoe.pipeline.registry import INFERENCE_ENGINES, WEIGHT_TRANSPORTS, WORKFLOWS, resolve
+from pekoe.pipeline.registry import WEIGHT_TRANSPORTS, WORKFLOWS, resolve
 from pekoe.pipeline.reward.pool import RewardFailure, RewardPool
-from pekoe.pipeline.rollout.engine import EngineSettings, InferenceEngine, Instance, SamplingParameters
+from pekoe.pipeline.rollout.engine import InferenceEngine, Instance, SamplingParameters
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
 from pekoe.pipeline.rollout.restarting_engine import RestartingEngine
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
+from pekoe.pipeline.runs.engine_setup import build_engine
 from pekoe.pipeline.runs.rl_trainer import transport_name
 from pekoe.pipeline.runs.transports import shared_setup, transport_setup
 from pekoe.pipeline.trajectory.hand_over import HandOver
@@ -105,34 +106,6 @@ def restarting_engine(context: RunContext, instance: Instance, inbox: Inbox) -> 
         max_restarts=config.rollout.max_engine_restarts if instance.size == 1 else 0,
         tell=lambda message: inbox.put((world.rank, message)),
         fatal=lambda error: world.abort(error, "engine"),
-    )
-
-
-def build_engine(
-    context: RunContext, instance: Instance, on_failure: Callable[[BaseException], None]
-) -> InferenceEngine:
-    """The configured inference engine."""
-    assert context.ranks.rollout is not None
-    engine: InferenceEngine = resolve(INFERENCE_ENGINES, context.ranks.rollout.engine, "allocation").build(
-        engine_settings(context), instance, on_failure
-    )
-    return engine
-
-
-def engine_settings(context: RunContext) -> EngineSettings:
-    """What the engine of this rank is built from."""
-    config = context.config
-    return EngineSettings(
-        path=config.rollout.path or config.actor.path,
-        tokenizer_path=context.tokenizer_path,
-        dtype=config.rollout.dtype,
-        device=context.device.kind,
-        device_index=context.device_index,
-        max_slots=config.rollout.max_slots,
-        context_limit=max(sequence_limit(config), evaluation_limit(config)),
-        deterministic=config.rollout.deterministic,
-        sleeps=context.ranks.colocated,
-        options=config.vllm,
     )
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pekoe.pipeline import framed_stream
 from pekoe.pipeline.records import Float32, Int32
+from pekoe.pipeline.rollout.child.bucket_writer import BucketWriter
 from pekoe.pipeline.rollout.child.buckets import NUM_BUCKETS, Bucket, DeviceBucket, HostBucket
 from pekoe.pipeline.rollout.child.call_table import CallTable
 from pekoe.pipeline.rollout.child.nursery import EngineNursery
@@ -44,7 +45,6 @@ from pekoe.pipeline.rollout.child.protocol import (
     encode,
 )  # fmt: skip
 from pekoe.pipeline.rollout.child.silence_watch import ChildLimits, SilenceWatch
-from pekoe.pipeline.rollout.child.weight_stream import WeightStream
 from pekoe.pipeline.rollout.engine import (
     EngineClosedError,
     EngineFailedError,
@@ -88,7 +88,7 @@ class ChildEngine:
         self._calls = CallTable()
         self._watch = SilenceWatch(self._limits)
         self._gauges = {"running": 0.0, "waiting": 0.0, "tokens": 0.0, "version": 0.0, "serving": 0.0}
-        self._stream: WeightStream | None = None
+        self._outgoing: BucketWriter | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         descriptors = [bucket.shared.descriptor for bucket in self._buckets if isinstance(bucket, HostBucket)]
         try:
@@ -127,11 +127,11 @@ class ChildEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """As the engine's own; a failure there ends the iteration at once, at the tensor that is being fetched."""
         number, future = self._calls.open()
-        stream = WeightStream(
+        stream = BucketWriter(
             number, self._buckets, self._bucket_bytes, self._post, lambda: _raise_if_done(future), self._limits.bucket,
             self._stall,
         )  # fmt: skip
-        self._stream = stream
+        self._outgoing = stream
         self._post(Verb(number, "load_weights", (version,)))
         try:
             for name, tensor in weights:
@@ -146,7 +146,7 @@ class ChildEngine:
                     self._await(future, "load_weights", self._limits.bucket)
             raise
         finally:
-            self._stream = None
+            self._outgoing = None
             for bucket in self._buckets:
                 bucket.rest()
 
@@ -250,8 +250,8 @@ class ChildEngine:
     def _take(self, message: Answer | Taken | Gauges | Failed) -> None:
         if isinstance(message, Taken):
             self._watch.heard()
-            if self._stream is not None and self._stream.load == message.load:
-                self._stream.taken.put(message)
+            if self._outgoing is not None and self._outgoing.load == message.load:
+                self._outgoing.taken.put(message)
         elif isinstance(message, Failed):
             self._fail(f"reports that its engine failed: {message.error.kind}: {message.error.text}", message)
         else:

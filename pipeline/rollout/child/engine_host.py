@@ -23,6 +23,7 @@ from typing import Any
 from pekoe.pipeline import framed_stream
 from pekoe.pipeline.process_tree import kill_descendants
 from pekoe.pipeline.registry import INFERENCE_ENGINES, resolve
+from pekoe.pipeline.rollout.child.bucket_reader import BucketReader
 from pekoe.pipeline.rollout.child.buckets import NUM_BUCKETS, ReceivedBucket
 from pekoe.pipeline.rollout.child.protocol import (
     Answer,
@@ -41,7 +42,6 @@ from pekoe.pipeline.rollout.child.protocol import (
     decode,
     encode,
 )  # fmt: skip
-from pekoe.pipeline.rollout.child.weight_intake import WeightIntake
 from pekoe.pipeline.rollout.engine import InferenceEngine, Instance
 from pekoe.pipeline.rollout.engine_memory import check_engine_memory
 
@@ -61,7 +61,7 @@ class EngineHost:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engine: InferenceEngine | None = None
         numbers = [*descriptors, *[None] * NUM_BUCKETS][:NUM_BUCKETS]
-        self._intake = WeightIntake([ReceivedBucket(number) for number in numbers], self._send_soon)
+        self._incoming = BucketReader([ReceivedBucket(number) for number in numbers], self._send_soon)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Until Close or the end of the rank's stream."""
@@ -78,7 +78,7 @@ class EngineHost:
                 case Verb():
                     self._begin(message.number, self._call(message.number, partial(self._do, message)))
                 case Chunk() | LoadEnd():
-                    self._intake.frames.put(message)
+                    self._incoming.frames.put(message)
                 case Close():
                     await self._close()
                     break
@@ -112,7 +112,7 @@ class EngineHost:
 
     def _load(self, number: int, version: int) -> None:
         assert self._engine is not None
-        tensors = self._intake.tensors(number)
+        tensors = self._incoming.tensors(number)
         try:
             self._engine.load_weights(tensors, version)
             left = sum(1 for _ in tensors)

@@ -11,7 +11,7 @@ from pekoe.pipeline.rollout.child.buckets import ReceivedBucket, entry_view
 from pekoe.pipeline.rollout.child.protocol import Chunk, LoadEnd, Taken
 
 
-class WeightIntake:
+class BucketReader:
     """Where the host's loop puts chunks and the engine's thread takes them from."""
 
     def __init__(self, buckets: Sequence[ReceivedBucket], send: Callable[[Taken], None]) -> None:

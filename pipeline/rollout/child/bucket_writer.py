@@ -21,7 +21,7 @@ from pekoe.pipeline.rollout.child.protocol import Chunk, Entry, LoadEnd, Taken
 LOOK_SECONDS = 0.05
 
 
-class WeightStream:
+class BucketWriter:
     """One load. `check` raises what the engine's process has answered already, or its failure."""
 
     def __init__(
