@@ -186,7 +186,8 @@ class World:
         )
         parts = ControllerParts(
             post=self.post, inbox=self.post.control, trainer_ranks=[0], rollout_ranks=self.rollout_ranks,
-            rollout_leaders=self.rollout_ranks, colocated=self.colocated, dispatcher=dispatcher, weights=weights, attached=None,
+            rollout_leaders=self.rollout_ranks, colocated=self.colocated, dispatcher=dispatcher, weights=weights,
+            attached=None,
             score=lambda rewards, *_: (rewards - rewards.mean(), np.ones(len(rewards), np.uint8)),
             plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
             record_step=lambda *arguments: self._record(*arguments),
