@@ -110,8 +110,10 @@ class GapWatch:
             return ""
         mean, share = stats["engine_gap/mean"], stats["engine_gap/share_above_0.1"]
         drift, limit = stats["engine_gap/drift"], self.limit.limit
-        noise = 3 * mean / math.sqrt(tokens)
-        most_share, most_drift = max(limit / 2, SMALLEST_SHARE), max(limit / 20, SMALLEST_DRIFT) + noise
+        most_share, most_drift = max(limit / 2, SMALLEST_SHARE), max(limit / 20, SMALLEST_DRIFT)
+        # what few tokens show by chance: three standard errors
+        most_share += 3 * math.sqrt(most_share * (1 - min(most_share, 1)) / tokens)
+        most_drift += 3 * mean / math.sqrt(tokens)
         found = [
             f"{what} {value:.4g} > {most:.4g}"
             for what, value, most in (

@@ -51,7 +51,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     transport = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode")
     sender: WeightSender = transport.sender(transport_setup(context, "trainer"))
     shared: WeightSender = DiskTransport.sender(shared_setup(context, "trainer"))
-    store = Store(context.run)
+    store = Store(context.run, temperature=config.gconfig.temperature)
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
     if context.start.checkpoint:
         set_phase("loading the checkpoint")

@@ -53,11 +53,15 @@ class Store:
     """Shards of a run, by path relative to the run directory. Safe to call from any thread; one call at a time runs.
 
     `retry_seconds` bounds how long one `read` waits, in all, for names that are late on a network filesystem (ENOENT,
-    ESTALE). At most `open_shards` files are kept open, so memory and handles are bounded.
+    ESTALE). At most `open_shards` files are kept open, so memory and handles are bounded. With a `temperature`, a shard
+    whose log-probs are at another one is as bad as a damaged one: ratios over it would be biased.
     """
 
-    def __init__(self, run: RunDirectory, *, open_shards: int = 16, retry_seconds: float = 5.0) -> None:
+    def __init__(
+        self, run: RunDirectory, *, open_shards: int = 16, retry_seconds: float = 5.0, temperature: float | None = None
+    ) -> None:
         self._run = run
+        self._temperature = temperature
         self._open_shards = open_shards
         self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
@@ -126,6 +130,9 @@ class Store:
                 return shard
             self._forget(name)
         shard = self._shards[name] = Shard(path)
+        found = shard.attributes.temperature
+        if self._temperature is not None and found != self._temperature:
+            raise BadShard(path, f"log-probs at temperature {found}, wanted gconfig.temperature {self._temperature}")
         if len(self._shards) > self._open_shards:
             self._forget(next(iter(self._shards)))
         return shard

@@ -473,3 +473,10 @@ def test_memory_stays_flat_over_a_thousand_steps_of_a_megabyte(
             after_warm_up = resident_bytes()
     assert resident_bytes() - after_warm_up < 50 * 2**20
     assert most_files == 10
+
+
+def test_log_probs_at_another_temperature_are_refused(run: RunDirectory, make_group: Make) -> None:
+    notice = publish(run, [make_group(0)])
+    assert len(Store(run, temperature=1.0).read(keys_of(notice))) == 4
+    with pytest.raises(BadRows, match=r"log-probs at temperature 1.0, wanted gconfig.temperature 0.6"):
+        Store(run, temperature=0.6).read(keys_of(notice))
