@@ -66,6 +66,24 @@ def test_three_policies_stay_apart(advantage, loss, slope, clipped):
     assert stats["logprob_gap_max"] == pytest.approx(0.1)
 
 
+def test_the_gap_between_engine_and_trainer_is_of_tokens_of_the_own_version():
+    sequence = [
+        token(-1.0, -1.25, 1.0, version=VERSION), token(-1.0, -0.95, 1.0, version=VERSION),
+        token(-3.0, -1.0, 1.0, version=VERSION - 1), token(-3.0, -1.0, 1.0, mask=0, version=VERSION),
+    ]  # fmt: skip
+    current = [0, -9.0, -9.0, -9.0, -9.0]
+    _, _, exact = run(batch_of([sequence]), current)
+    assert exact["fresh_tokens"] == 2
+    assert exact["fresh_gap"] == pytest.approx(0.3)
+    assert exact["fresh_drift"] == pytest.approx(-0.2)
+    assert exact["fresh_wide"] == 1
+    assert exact["fresh_gap_max"] == pytest.approx(0.25)
+    _, _, first = run(batch_of([sequence]), current, prox_logp_method="reuse")
+    assert first["fresh_gap"] == pytest.approx(16.0)
+    _, _, none = run(batch_of([[token(-1.0, -1.0, 1.0)]]), [0, -1.0])
+    assert (none["fresh_tokens"], none["fresh_gap"], none["fresh_gap_max"]) == (0, 0, 0)
+
+
 def test_rejected_token_leaves_the_numerator_only():
     batch = batch_of([[token(-3, -1, 1.0), token(-1, -1, 1.0)]])
     loss, gradient, stats = run(batch, [0, -1, -1], rejection_sampling=RejectionConfig(upper=5))
