@@ -29,8 +29,11 @@ class RequestBook:
         """True when more requests may still come before an idle engine starts."""
         return not self.active and len(self.waiting) < self._max_slots
 
-    def may_start(self, version: int) -> bool:
-        return any(s.request.min_version <= version and not s.cancelled for s in self.waiting)
+    def has_work(self, version: int) -> bool:
+        """True when the batch is to be changed or computed."""
+        if self.active or self._removed:
+            return True
+        return any(sequence.request.min_version <= version and not sequence.cancelled for sequence in self.waiting)
 
     def changes(self, version: int, *, admit: bool = True) -> list[Command]:
         """What is to be done to the batch before the next step: the ended and cancelled leave, others enter."""

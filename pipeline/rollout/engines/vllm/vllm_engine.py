@@ -309,14 +309,17 @@ class VllmEngine:
                     if not self._parked:
                         self._parked = True
                         self._condition.notify_all()
-                elif not self._broken:
-                    if self._book.gathers and self._condition.wait(GATHER_SECONDS):
+                elif not self._broken and self._book.has_work(core.version):
+                    if self._book.gathers and self._wait_for_more():
                         continue
                     commands = self._book.changes(core.version, admit=not self._pause_wanted)
-                    if commands or self._book.active:
-                        return Turn(tuple(commands), step=bool(self._book.active)), None
+                    return Turn(tuple(commands), step=bool(self._book.active)), None
                 self._condition.wait()
         return Turn((Stop(),), step=False), None
+
+    def _wait_for_more(self) -> bool:
+        """False when nothing has happened for a moment."""
+        return self._condition.wait(GATHER_SECONDS) or self._pause_wanted or self._closing
 
     def _compute(self, core: VllmCore, turn: Turn, call: Call | None) -> None:
         if call is not None:
