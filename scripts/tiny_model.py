@@ -13,8 +13,12 @@ from pathlib import Path
 CHARACTERS = "0123456789+-= "
 
 
-def write_tiny_model(folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32, positions: int = 128) -> Path:
-    """Qwen3 in Hugging Face format, float32, tied embeddings; the characters above and three special tokens."""
+def write_tiny_model(
+    folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32, positions: int = 128, head_dim: int = 16
+) -> Path:
+    """Qwen3 in Hugging Face format, float32, tied embeddings; the characters above and three special tokens.
+
+    vLLM wants a `head_dim` of at least 32."""
     import torch
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel
@@ -30,7 +34,7 @@ def write_tiny_model(folder: Path, seed: int = 0, layers: int = 2, hidden: int =
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(vocabulary), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=positions,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=positions,
         tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, dtype="float32",
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
