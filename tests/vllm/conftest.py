@@ -7,6 +7,7 @@ settings, with the model's own weights, and else builds another.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,9 +71,14 @@ class VllmModels:
         """Token-aligned log-probs [T] of one plain forward pass; the first is 0."""
         with torch.inference_mode():
             ids = torch.tensor([list(tokens)])
-            logits = torch.func.functional_call(self.model(folder), self.weights(folder, seed), (ids,)).logits[0]
+            logits = self.forward(folder, self.weights(folder, seed), ids)
             picked = torch.log_softmax(logits.double() / temperature, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
         return np.concatenate([[0.0], picked.numpy()])
+
+    def forward(self, folder: Path, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the model with these weights; ids [1, T]."""
+        logits: torch.Tensor = torch.func.functional_call(self.model(folder), weights, (ids,), tie_weights=False).logits
+        return logits[0]
 
     def _write(self, folder: Path, kind: str, changes: dict[str, Any]) -> Path:
         write_tiny_model(folder)
@@ -159,11 +165,15 @@ class VllmEngines:
             goal = engine.gauges()["tokens"] + tokens
             running = pool.submit(self.generate, engine, requests)
             while engine.gauges()["tokens"] < goal and not running.done():
-                pass
-            engine.pause()
-            between()
-            engine.resume()
-            return running.result(SECONDS)
+                time.sleep(0.0005)
+            try:
+                engine.pause()
+                between()
+                engine.resume()
+                return running.result(SECONDS)
+            except BaseException:
+                self.close()  # else the pool waits for ever
+                raise
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def test_scored_logprobs_equal_a_forward_pass(vllm_models, engines, temperature)
     scored = engine.logprobs(sequences, temperature)
     engine.resume()
     for sequence, found in zip(sequences, scored, strict=True):
-        assert found.dtype == np.float32 and found.shape == sequence.shape
+        assert (found.dtype, found.shape) == (np.float32, sequence.shape)
         if len(sequence):
             assert np.abs(found - vllm_models.logprobs(folder, sequence, temperature)).max() < 1e-4
 
