@@ -30,6 +30,7 @@ from pekoe.pipeline.control.checkpoint_saves import CheckpointSaves, Committed
 from pekoe.pipeline.control.disk_watch import DiskWatch
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import OutstandingGroup
+from pekoe.pipeline.control.logprob_gap import Gap
 from pekoe.pipeline.control.parts import ControllerParts
 from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.control.training import Training
@@ -184,7 +185,7 @@ class Controller:
     def update_weights(self) -> None:
         """Every engine goes on with this version; a stop gives up one that waits for room on the disk."""
         began = time.monotonic()
-        gap, stood_still = (0.0, 0.0), 0.0
+        gap, stood_still = Gap(), 0.0
         if self.parts.rollout_ranks:
             if self.parts.colocated:
                 self._wake(self.parts.weights.roster.down())

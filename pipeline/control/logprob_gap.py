@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WIDE = 0.1
 ALARM_STEPS = 20
 """An alarm that goes on is repeated after so many steps."""
 SMALLEST_SHARE, SMALLEST_DRIFT = 0.005, 1e-3
@@ -32,6 +33,15 @@ class EnginesDisagreeError(RuntimeError):
     """Engine and trainer, or what an engine samples and what it scores, give different log-probs for equal weights."""
 
 
+class Gap(NamedTuple):
+    """|log-prob(engine) - log-prob(trainer)| over tokens and engines."""
+
+    mean: float = 0.0
+    largest: float = 0.0
+    share_wide: float = 0.0
+    """Of tokens that are off by more than WIDE."""
+
+
 @dataclass(frozen=True)
 class GapLimit:
     """The largest mean |gap| that two right implementations show."""
@@ -40,17 +50,18 @@ class GapLimit:
     between: str = "engine and trainer"
     """Names both, with their dtypes and the device."""
 
-    def judge(self, version: int, wanted: Sequence[float], found: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-        """(mean, largest) |gap| over all ranks in `found`; raises EnginesDisagreeError naming the worst rank."""
+    def judge(self, version: int, wanted: Sequence[float], found: Mapping[int, Sequence[float]]) -> Gap:
+        """Over all ranks in `found`; raises EnginesDisagreeError naming the worst rank."""
         reference = np.asarray(wanted, dtype=np.float64)
         gaps = {rank: np.abs(np.asarray(values, dtype=np.float64) - reference) for rank, values in found.items()}
         if not gaps or not len(reference):
-            return 0.0, 0.0
+            return Gap()
         means = {rank: float(gap.mean()) for rank, gap in gaps.items()}
         worst = max(means, key=lambda rank: means[rank] if math.isfinite(means[rank]) else math.inf)
         if not means[worst] <= self.limit:
             raise EnginesDisagreeError(self.refusal(f"at version {version}", worst, gaps[worst]))
-        return float(np.mean(list(means.values()))), max(float(gap.max()) for gap in gaps.values())
+        everything = np.stack(list(gaps.values()))
+        return Gap(float(everything.mean()), float(everything.max()), float((everything > WIDE).mean()))
 
     def refusal(self, when: str, rank: int, gap: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
         """The message of a gap above the limit."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pekoe.pipeline.control.logprob_gap import EnginesDisagreeError, GapLimit
+from pekoe.pipeline.control.logprob_gap import EnginesDisagreeError, Gap, GapLimit
 from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.messages import CheckEngine, CheckLogprobs, LogprobsChecked, Post
 
@@ -33,8 +33,8 @@ class StartCheck:
     by_trainer: LogprobsChecked | None = None
     by_engine: dict[int, LogprobsChecked] = field(default_factory=dict)
 
-    def run(self, version: int, pump: Pump, may_give_up: Callable[[], bool]) -> tuple[float, float]:
-        """(mean, largest) |gap| between engines and trainer; EnginesDisagreeError above the limit."""
+    def run(self, version: int, pump: Pump, may_give_up: Callable[[], bool]) -> Gap:
+        """Between engines and trainer; EnginesDisagreeError above the limit."""
         self.version, self.by_trainer = version, None
         self.by_engine.clear()
         pump.handlers[LogprobsChecked] = self.on_checked
@@ -49,7 +49,7 @@ class StartCheck:
             self.unanswered,
             key="cluster.setup_seconds",
         )
-        return self.judge() if self.is_over else (0.0, 0.0)
+        return self.judge() if self.is_over else Gap()
 
     def on_checked(self, source: int, message: LogprobsChecked) -> None:
         """An engine's answer has what it sampled."""
@@ -69,7 +69,7 @@ class StartCheck:
         trainer = [self.trainer_ranks[0]] if self.by_trainer is None else []
         return trainer + [rank for rank in self.leaders if rank not in self.by_engine]
 
-    def judge(self) -> tuple[float, float]:
+    def judge(self) -> Gap:
         """Each engine with itself, then all with the trainer."""
         assert self.by_trainer is not None
         for rank, message in sorted(self.by_engine.items()):
@@ -81,9 +81,9 @@ class StartCheck:
                     f"be of the full distribution at gconfig.temperature, whatever is cut or penalised. {error}"
                 ) from error
         checks = {rank: message.check for rank, message in self.by_engine.items()}
-        mean, largest = self.limit.judge(self.version, self.by_trainer.check, checks)
+        gap = self.limit.judge(self.version, self.by_trainer.check, checks)
         logger.info(
             "%s agree at version %d: mean |log-prob gap| %.3g, largest %.3g (limit %.3g)",
-            self.limit.between, self.version, mean, largest, self.limit.limit,
+            self.limit.between, self.version, gap.mean, gap.largest, self.limit.limit,
         )  # fmt: skip
-        return mean, largest
+        return gap

@@ -12,7 +12,7 @@ import numpy as np
 
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import row_staleness
-from pekoe.pipeline.control.logprob_gap import GapWatch
+from pekoe.pipeline.control.logprob_gap import Gap, GapWatch
 from pekoe.pipeline.control.step import StepRows
 from pekoe.pipeline.observe.progress import ProgressState
 
@@ -73,8 +73,9 @@ class StepReport:
             "tokens_per_second/train": float(sum(row.length for _, row in rows.rows)) / max(seconds, 1e-9),
         }
 
-    def updated(self, gap: tuple[float, float], seconds: float, stood_still: float) -> None:
-        self.figures["weights/logprob_gap_mean"], self.figures["weights/logprob_gap_max"] = gap
+    def updated(self, gap: Gap, seconds: float, stood_still: float) -> None:
+        self.figures["weights/logprob_gap_mean"], self.figures["weights/logprob_gap_max"] = gap.mean, gap.largest
+        self.figures["weights/logprob_gap_share_above_0.1"] = gap.share_wide
         self.figures["time/update"] = seconds
         self.figures["time/engines_paused"] = stood_still
 

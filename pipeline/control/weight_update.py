@@ -21,7 +21,7 @@ from typing import Protocol
 from pekoe.pipeline.config.schedule import WeightsConfig
 from pekoe.pipeline.control.disk_watch import RETRY_SECONDS, DiskWatch
 from pekoe.pipeline.control.engine_roster import EngineRecord, EngineRoster
-from pekoe.pipeline.control.logprob_gap import GapLimit
+from pekoe.pipeline.control.logprob_gap import Gap, GapLimit
 from pekoe.pipeline.control.pump import LONGEST_TURN, Pump
 from pekoe.pipeline.messages import (
     EngineFailed,
@@ -235,8 +235,8 @@ class WeightUpdates:
         sender = [self.trainer_ranks[0]] if self.transfer.sent is None else []
         return sender + self.transfer.lacking(self.transfer.loaded)
 
-    def logprob_gap(self) -> tuple[float, float]:
-        """(mean, max) of |log-prob(engine) - log-prob(trainer)| on the check sequences, over engines that loaded."""
+    def logprob_gap(self) -> Gap:
+        """On the check sequences, over engines that loaded; EnginesDisagreeError above the limit."""
         checks = {rank: check for rank, check in self.checks.items() if check}
         return self.gap_limit.judge(self.version, self.trainer_check, checks)
 

@@ -237,6 +237,9 @@ def _after_failure(run: RunDirectory, config: RunConfig | None, error: str) -> s
         return "see the checkpoints below"
     if "signal 9" in error:
         return f"often the memory ran out: look into the job's output and dmesg; then {resume}"
+    if "rollout.logprob_gap_limit" in error:
+        looked = "engine and trainer compute differently, and the record says where to look"
+        return f"{looked}; only if that is meant: {resume} rollout.logprob_gap_limit=…"
     limits = [text for key in dict.fromkeys(LIMIT_KEY.findall(error)) if (text := _raised(config, key))]
     if limits:
         return f"find out what was waited for (record, log); if the limit was too tight: {resume} {' '.join(limits)}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.control.logprob_gap import ALARM_STEPS, EnginesDisagreeError, GapLimit, GapWatch, gap_limit
+from pekoe.pipeline.control.logprob_gap import ALARM_STEPS, EnginesDisagreeError, Gap, GapLimit, GapWatch, gap_limit
 from pekoe.pipeline.control.start_check import StartCheck
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.messages import CheckEngine, CheckLogprobs, LogprobsChecked, Message
@@ -44,8 +44,8 @@ def test_the_limit_is_by_device_and_by_the_coarser_dtype() -> None:
 def test_one_engine_among_many_is_found_out() -> None:
     limit = GapLimit(0.1, "vllm engine (rollout.dtype bfloat16) and fsdp trainer (actor.dtype bfloat16) on cuda")
     good = dict.fromkeys(range(1, 100), (-1.0, -2.01))
-    mean, largest = limit.judge(4, (-1.0, -2.0), good)
-    assert (mean, largest) == (pytest.approx(0.005), pytest.approx(0.01))
+    assert limit.judge(4, (-1.0, -2.0), good) == (pytest.approx(0.005), pytest.approx(0.01), 0)
+    assert limit.judge(4, (-1.0, -2.0), {**good, 5: (-1.0, -2.15)}).share_wide == pytest.approx(1 / 198)
     with pytest.raises(EnginesDisagreeError) as caught:
         limit.judge(4, (-1.0, -2.0), {**good, 70: (-1.0, -2.4)})
     for words in (
@@ -56,7 +56,7 @@ def test_one_engine_among_many_is_found_out() -> None:
         assert words in str(caught.value)
     with pytest.raises(EnginesDisagreeError, match=r"rank 3\): mean \|log-prob gap\| nan"):
         limit.judge(0, (-1.0,), {2: (-1.0,), 3: (math.nan,)})
-    assert limit.judge(0, (), {}) == (0.0, 0.0)
+    assert limit.judge(0, (), {}) == Gap()
 
 
 def stats_of(gap: np.ndarray) -> dict[str, float]:

@@ -198,7 +198,7 @@ def test_next_steps_follow_the_error(killed: Path) -> None:
     for error, step in (
         ("DiskFull: paused: disk is full: rank 1", f"free space (df -h {killed}; du -sh {killed}/*), then pekoe run"),
         ("NoProgress: waited 1800 s (cluster.progress_seconds)", f"--resume {killed} cluster.progress_seconds=3600"),
-        ("rollout.logprob_gap_limit", "rollout.logprob_gap_limit=1"),
+        ("disagree: 0.2 > rollout.logprob_gap_limit 0.1", "engine and trainer compute differently"),
         ("ValueError: something else", "read the record and the log"),
     ):
         path.write_text(json.dumps({**record, "error": error, "stacks": {"3": "…"}}))
