@@ -8,6 +8,7 @@ from typing import Any
 
 from pekoe.pipeline.config.vllm_section import VllmConfig
 from pekoe.pipeline.rollout.engine import EngineSettings, Instance
+from pekoe.pipeline.rollout.engines.vllm.adapters import room_for
 from pekoe.pipeline.rollout.engines.vllm.instance_group import executor_class, forget_shared_memory, instance_name
 
 CPU_BLOCK_TOKENS = 32
@@ -72,6 +73,9 @@ def engine_arguments(settings: EngineSettings, instance: Instance) -> dict[str, 
         arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * GIB)
     if options.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    if options.max_loras:
+        rank = room_for(options.max_lora_rank)
+        arguments |= {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": rank}
     if settings.device == "cpu":
         arguments["block_size"] = CPU_BLOCK_TOKENS
     return arguments | options.extra

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -11,11 +12,11 @@ from vllm.v1.engine import EngineCoreRequest
 from pekoe.pipeline.rollout.engines.vllm.batch_row import BatchRow
 
 
-def sampling_request(row: BatchRow) -> EngineCoreRequest:
-    """The row from where it is."""
+def sampling_request(row: BatchRow, adapter: Any = None) -> EngineCoreRequest:
+    """The row from where it is; `adapter` is vLLM's request of a LoRA adapter."""
     return _request(row.key, row.tokens, SamplingParams(
         temperature=0.0, max_tokens=row.room, ignore_eos=True, detokenize=False, logprobs=0
-    ))  # fmt: skip
+    ), adapter)  # fmt: skip
 
 
 def scoring_request(key: str, tokens: Sequence[int]) -> EngineCoreRequest:
@@ -26,7 +27,7 @@ def scoring_request(key: str, tokens: Sequence[int]) -> EngineCoreRequest:
     ))  # fmt: skip
 
 
-def _request(key: str, tokens: list[int], parameters: SamplingParams) -> EngineCoreRequest:
+def _request(key: str, tokens: list[int], parameters: SamplingParams, adapter: Any = None) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=key,
         prompt_token_ids=tokens,
@@ -34,7 +35,7 @@ def _request(key: str, tokens: list[int], parameters: SamplingParams) -> EngineC
         sampling_params=parameters,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=None,
         data_parallel_rank=None,
         external_req_id=key,

@@ -47,12 +47,15 @@ class RequestBook:
             commands += self._admit(version)
         return commands
 
-    def book(self, sampled: Iterable[tuple[int, int, float]], version: int) -> list[tuple[SequenceState, Response]]:
-        """Gives every sequence its token; those that end with it, and their responses."""
+    def book(
+        self, sampled: Iterable[tuple[int, int, float]], version_of: Callable[[str], int]
+    ) -> list[tuple[SequenceState, Response]]:
+        """Gives every sequence its token, with the version of its adapter; those that end with it, and their
+        responses."""
         ended = []
         for number, token, logprob in sampled:
             sequence = self.active[number]
-            sequence.append(token, logprob, version)
+            sequence.append(token, logprob, version_of(sequence.request.adapter))
             if sequence.finish is not None:
                 ended.append((sequence, sequence.response()))
                 self._removed.append(number)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pekoe.pipeline.records import Float32
 from pekoe.pipeline.rollout.engine import EngineSettings, Instance
+from pekoe.pipeline.rollout.engines.vllm.adapters import AdapterShelf
 from pekoe.pipeline.rollout.engines.vllm.batch_row import BatchRow
 from pekoe.pipeline.rollout.engines.vllm.checkpoint_names import CheckpointNames
 from pekoe.pipeline.rollout.engines.vllm.commands import (
@@ -66,6 +68,7 @@ class VllmCore:
         self._sampler = RowSampler(lambda: runner.input_batch.req_ids, self._by_key, names.vocabulary)
         runner.sampler = self._sampler
         self._loader = WeightLoader(self._client, runner, names)
+        self.adapters = AdapterShelf(self._client)
         self._memory = CacheMemory(self._client, runner, settings.device)
         self._count_scheduled()
 
@@ -89,8 +92,8 @@ class VllmCore:
                 self.sleep()
             case Wake():
                 self.wake()
-            case LoadAdapter(name):
-                raise ValueError(f"adapter {name!r}: this engine was built without adapters; set vllm.max_loras")
+            case LoadAdapter(name, folder, version):
+                self.load_adapter(name, folder, version)
             case Stop():
                 pass
 
@@ -131,7 +134,18 @@ class VllmCore:
         except BaseException:
             self.is_lost = not self._loader.is_usable
             raise
+        self.adapters.reload()
         self.version = version
+
+    def load_adapter(self, name: str, folder: Path, version: int) -> None:
+        """See the protocol and `AdapterShelf.load`."""
+        self._leave(self._rows.values())
+        self._forget_cache()
+        self.adapters.load(name, folder, version)
+
+    def version_of(self, adapter: str) -> int:
+        """The version of what samples: of an adapter, or of the model itself for an empty name."""
+        return self.adapters.version(adapter) if adapter else self.version
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[Float32]:
         """Token-aligned log-probs [T] (first is 0) of each sequence."""
@@ -151,7 +165,7 @@ class VllmCore:
     def close(self) -> None:
         """Gives memory, threads and torch's default group back."""
         self._client.shutdown()
-        del self._client, self._sampler, self._loader, self._memory
+        del self._client, self._sampler, self._loader, self._memory, self.adapters
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -161,7 +175,7 @@ class VllmCore:
         self._entries += 1
         row.key = f"{row.add.number}-{self._entries}"
         self._by_key[row.key] = row
-        self._client.add_request(sampling_request(row))
+        self._client.add_request(sampling_request(row, self.adapters.request(row.add.request.adapter)))
 
     def _leave(self, rows: Iterable[BatchRow]) -> None:
         inside = [row for row in rows if row.key]

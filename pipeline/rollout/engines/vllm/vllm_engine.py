@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from pekoe.pipeline.config.vllm_section import VllmConfig
 from pekoe.pipeline.records import Finish, Float32, Int32
 from pekoe.pipeline.rollout.engine import (
     EngineClosedError,
@@ -40,6 +41,7 @@ from pekoe.pipeline.rollout.engines.answer import deliver
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.stop_check import StopCheck
 from pekoe.pipeline.rollout.engines.token_sampler import check_sampling
+from pekoe.pipeline.rollout.engines.vllm.adapters import check_adapter
 from pekoe.pipeline.rollout.engines.vllm.checkpoint_names import CheckpointNames
 from pekoe.pipeline.rollout.engines.vllm.commands import Command, Load, LoadAdapter, Score, Sleep, Stop, Turn, Wake
 from pekoe.pipeline.rollout.engines.vllm.lockstep import Lockstep
@@ -194,6 +196,7 @@ class VllmEngine:
         return result
 
     def load_adapter(self, name: str, folder: Path, version: int) -> None:
+        check_adapter(name, folder, self._adapter_names(), self._settings.options or VllmConfig())
         self._call("load_adapter", LoadAdapter(name, folder, version))
 
     def gauges(self) -> dict[str, float]:
@@ -232,13 +235,17 @@ class VllmEngine:
                 raise ValueError(f"request.tokens: id {token} is not in the vocabulary; allowed: 0 to {last}")
         if request.seed < 0:
             raise ValueError(f"request.seed: {request.seed}; allowed: 0 or more")
-        if request.adapter:
-            raise ValueError(f"adapter {request.adapter!r}: it is not loaded; allowed: none")
+        if request.adapter and request.adapter not in self._adapter_names():
+            allowed = ", ".join(self._adapter_names()) or "none is"
+            raise ValueError(f"request.adapter: {request.adapter!r} is not loaded; allowed: {allowed}")
         room = min(sampling.max_new_tokens, self._settings.context_limit - len(request.tokens))
         ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ids |= self._names.end_ids
         return StopCheck(ids, sampling.stop, sampling.min_new_tokens, room, self._decode_text)
+
+    def _adapter_names(self) -> list[str]:
+        return [] if self._core is None else self._core.adapters.names
 
     def _decode_text(self, tokens: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -332,7 +339,7 @@ class VllmEngine:
             if self._line is not None:
                 self._line.digest.add(sampled)
             with self._condition:
-                ended = self._book.book(sampled, core.version)
+                ended = self._book.book(sampled, core.version_of)
             for sequence, response in ended:
                 sequence.deliver(response)
 
