@@ -2,7 +2,8 @@
 
 For each seed the model is made (warm start included), trained by `pekoe run configs/quickstart.yaml`, and judged on 256
 problems that were never shown. `seconds` is the wall-clock time of both. `--quick` takes one seed and fewer steps; it
-checks that everything works and is not judged by the accuracy target.
+checks that everything works and is not judged by the accuracy target. `--allocation vllm:d1+fsdp:d1` is the same with
+vLLM, to the same accuracy, in the environment that has it.
 """
 
 from __future__ import annotations
@@ -69,15 +70,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, a few steps, under a minute after warm start")
     parser.add_argument("--keep", type=Path, help="folder for models and runs; default: a temporary one")
+    parser.add_argument("--allocation", default="hf:d1+fsdp:d1", help="engine and trainer")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration for every run")
     arguments = parser.parse_args()
     overrides = [f"total_train_steps={QUICK_STEPS}"] if arguments.quick else []
-    overrides += arguments.overrides
+    overrides += [f"allocation={arguments.allocation}", *arguments.overrides]
     with tempfile.TemporaryDirectory(prefix="pekoe-bench-") as temporary:
         place = arguments.keep.resolve() if arguments.keep else Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
         outcomes = [run_seed(seed, place, overrides) for seed in ((1,) if arguments.quick else (1, 2, 3))]
     figures = {
+        "allocation": arguments.allocation,
         "initial_accuracy": [round(outcome.initial_accuracy, 4) for outcome in outcomes],
         "final_accuracy": [round(outcome.final_accuracy, 4) for outcome in outcomes],
         "seconds": [round(outcome.seconds, 1) for outcome in outcomes],
