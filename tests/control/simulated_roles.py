@@ -149,6 +149,8 @@ class World:
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
     num_validation: int = 0
+    instances: Sequence[Sequence[int]] = ()
+    """Ranks that make one engine together; empty: each makes its own."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -174,7 +176,8 @@ class World:
         self.lock = threading.Lock()
 
     def build(self, version: int = 0) -> Controller:
-        dispatcher = Dispatcher(self.config, self.post, self.cursor, self.rollout_ranks, self.num_steps)
+        leaders = [ranks[0] for ranks in self.instances] or self.rollout_ranks
+        dispatcher = Dispatcher(self.config, self.post, self.cursor, leaders, self.num_steps)
         weights = WeightUpdates(
             self.post,
             self.config.weights,
@@ -183,10 +186,11 @@ class World:
             lambda epoch, members: "here",
             lambda: (),
             GapLimit(0.5),
+            self.instances,
         )
         parts = ControllerParts(
             post=self.post, inbox=self.post.control, trainer_ranks=[0], rollout_ranks=self.rollout_ranks,
-            rollout_leaders=self.rollout_ranks, colocated=self.colocated, dispatcher=dispatcher, weights=weights,
+            rollout_leaders=leaders, colocated=self.colocated, dispatcher=dispatcher, weights=weights,
             attached=None,
             score=lambda rewards, *_: (rewards - rewards.mean(), np.ones(len(rewards), np.uint8)),
             plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,

@@ -21,6 +21,8 @@ from pekoe.pipeline.data.cursor import Cursor
 from pekoe.pipeline.messages import (
     Assign,
     Cancel,
+    EngineFailed,
+    EngineRestored,
     Finished,
     Flush,
     Follow,
@@ -283,26 +285,28 @@ class Ranks:
     size: int = 2
     sent: list[tuple[int, Message]] = field(default_factory=list)
     load_error: str = ""
+    silent: set[int] = field(default_factory=set)
+    """Ranks that do not answer Prepare, or whose engine is away."""
 
     def send(self, to: int, message: Message) -> None:
         self.sent.append((to, message))
-        if isinstance(message, PrepareWeights):
+        if isinstance(message, PrepareWeights) and to not in self.silent:
             self.inbox.put((to, WeightsReady(message.version, message.epoch)))
-        if isinstance(message, LoadWeights):
+        if isinstance(message, LoadWeights) and to not in self.silent:
             self.inbox.put((to, WeightsLoaded(message.version, 0.1, (), self.load_error)))
 
     def of(self, kind: type[Message]) -> list[tuple[int, Any]]:
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
 
 
-def foreman(files: Files, ranks: Ranks, stop: threading.Event | None = None) -> Foreman:
+def foreman(files: Files, ranks: Ranks, stop: threading.Event | None = None, limit: float = 5.0) -> Foreman:
     for rank in (0, 1):
         ranks.inbox.put((rank, Hello("rollout", -1)))
     made: Any = ranks
     parts = ForemanParts(
         post=made, inbox=ranks.inbox, ranks=(0, 1), leases=files, slots=3, config_hash="hash", poll_seconds=0.01,
-        orphan_seconds=10.0, ready_seconds=5.0, setup_seconds=5.0, load_seconds=5.0, away_seconds=20.0, grace_seconds=2.0,
-        stop_requested=(stop or threading.Event()).is_set, set_phase=lambda phase, **facts: None,
+        orphan_seconds=10.0, ready_seconds=limit, setup_seconds=5.0, load_seconds=limit, away_seconds=20.0,
+        grace_seconds=2.0, stop_requested=(stop or threading.Event()).is_set, set_phase=lambda phase, **facts: None,
     )  # fmt: skip
     return Foreman(parts)
 
@@ -316,7 +320,7 @@ def test_a_foreman_loads_before_it_claims_and_spreads_what_it_gets() -> None:
     made = foreman(files, ranks)
     assert made.turn() == ""
     kinds = [type(message) for _, message in ranks.sent]
-    assert kinds == [Follow, Follow, PrepareWeights, PrepareWeights, LoadWeights, LoadWeights, Assign, Assign, Assign]
+    assert kinds == [*2 * [Follow], *2 * [PrepareWeights], *2 * [LoadWeights], *3 * [Assign]]
     assert files.claims == [(3, 2)]
     assert sorted(to for to, _ in ranks.of(Assign)) in ([0, 0, 1], [0, 1, 1])
     assert made.turn() == ""
@@ -447,3 +451,51 @@ def test_a_version_that_does_not_load_is_tried_again_and_not_for_ever() -> None:
         made.turn()
     with pytest.raises(AttachedWorldError, match="version 1 did not load 5 times: rank 0: damaged"):
         made.turn()
+
+
+def test_a_foreman_goes_on_without_an_engine_that_failed_and_loads_it_when_it_stands_again() -> None:
+    files, ranks = Files(State(weights=Weights(2)), offers=[offer(n, 2) for n in range(9)]), Ranks()
+    made = foreman(files, ranks)
+    made.turn()
+    assert files.claims == [(3, 2)]
+    ranks.inbox.put((1, EngineFailed("planted", 1)))
+    made.turn()
+    held = {rank: len(load.held) for rank, load in made.loads.items()}
+    for group in list(made.loads[0].held):
+        ranks.inbox.put((0, published("shards/0-w-rank-0/1.h5", group[0])))
+    made.turn()
+    files.state = State(weights=Weights(3))
+    made.turn()
+    assert [to for to, m in ranks.of(PrepareWeights) if m.version == 3] == [0]
+    assert made.loaded == (0, 3, "t")
+    assert len(made.loads[1].held) == held[1], "they stay while it is built anew, and no new ones come"
+    assert len(made.holders) <= 3 // 2 + held[1]
+    ranks.inbox.put((1, EngineRestored()))
+    made.turn()
+    made.turn()
+    assert [to for to, m in ranks.of(PrepareWeights) if m.version == 3] == [0, 1], "alone; the other one goes on"
+    assert [to for to, m in ranks.of(LoadWeights) if m.version == 3] == [0, 1]
+    for group in [*made.loads[0].held, *made.loads[1].held]:
+        ranks.inbox.put((made.holders[group], published("shards/0-w-rank-0/2.h5", group[0])))
+    made.turn()
+    made.turn()
+    assert made.loads[1].held, "it takes part again"
+
+
+def test_a_foreman_leaves_out_who_is_silent_and_not_for_ever() -> None:
+    files, ranks = Files(State(weights=Weights(2)), offers=[offer(n, 2) for n in range(9)]), Ranks(silent={1})
+    made = foreman(files, ranks, limit=0.1)
+    made.turn()
+    assert made.loaded == (0, 2, "t")
+    assert {to for to, _ in ranks.of(Assign)} == {0}
+    assert [to for to, _ in ranks.of(LoadWeights)] == [0]
+    made.parts.away_seconds = 0.01
+    time.sleep(0.02)
+    with pytest.raises(AttachedWorldError, match=r"the engine of rank 1 is away .*waited 0\.1 s for engines to stop"):
+        made.turn()
+    made.parts.away_seconds = 20.0
+    ranks.silent.clear()
+    ranks.inbox.put((1, WeightsReady(2, 1)))
+    made.turn()
+    made.turn()
+    assert [to for to, _ in ranks.of(LoadWeights)] == [0, 1]
