@@ -70,7 +70,7 @@ class GapLimit:
             f"{gap.max():.4g} > rollout.logprob_gap_limit {self.limit:.4g}. Either the weights did not arrive as they "
             "are (names, tied embeddings, a stale cache), or the two compute differently: compare rollout.dtype with "
             "actor.dtype, attention and rope settings of both; with actor.optimizer.lr=0 the gap must stay as it is "
-            "(docs/inference.md). An explicit rollout.logprob_gap_limit is taken instead of the one by device and dtype"
+            "(docs/rollout.md). An explicit rollout.logprob_gap_limit is taken instead of the one by device and dtype"
         )
 
 
