@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -35,6 +36,7 @@ HEADER = struct.Struct("<QQ8s")
 MESSAGE_BYTES = 2048
 """What one broadcast carries: the header and commands of usual size. More of them take a second one."""
 BYE_TAG = 7
+LEAVE_SECONDS = 10.0
 
 
 class InstanceError(RuntimeError):
@@ -80,10 +82,13 @@ class Lockstep:
         self._options = BroadcastOptions()
         self._options.rootRank = 0
         self._options.rootTensor = 0
-        for rank in range(instance.size):
-            if rank != instance.rank:
-                name = f"lockstep-watch-{rank}"
-                threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(rank,), name=f"lockstep-watch-{rank}", daemon=True)
+            for rank in range(instance.size)
+            if rank != instance.rank
+        ]
+        for watcher in self._watchers:
+            watcher.start()
 
     @property
     def leads(self) -> bool:
@@ -103,7 +108,8 @@ class Lockstep:
             raise InstanceError(f"{self._me}: an engine of {self.instance.size} ranks is broken: {error}") from error
 
     def close(self) -> None:
-        """This rank leaves in order: the others are told, so that they do not take it for a loss. Idempotent."""
+        """This rank leaves in order, together with the others: each tells the others, so that they do not take it for a
+        loss. Those that do not come within a few seconds are not waited for. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -113,6 +119,9 @@ class Lockstep:
                     self._group.send([torch.zeros(1, dtype=torch.uint8)], rank, BYE_TAG)
                 except RuntimeError:
                     continue
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for watcher in self._watchers:
+            watcher.join(max(0.0, deadline - time.monotonic()))
 
     def _send(self, commands: bytes) -> bytes:
         head = HEADER.pack(self.turn, len(commands), self.digest.value)
