@@ -361,3 +361,34 @@ def test_an_idle_or_paused_engine_burns_no_cpu(models, harness, make_request, pr
         start = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - start < 0.1
+
+
+def test_penalties_count_the_same_tokens_whoever_comes_and_goes(models, harness, make_request, prompts):
+    """Rows are made anew when a sequence enters, leaves or is interrupted: what a completion has is counted again."""
+    model = models.build().double()
+    fields = {"frequency_penalty": 1.2, "logit_bias": ((3, 2.0), (7, -100.0)), "temperature": 0.8}
+    requests = [
+        make_request(p, seed=i, max_new_tokens=n, **(fields if i % 3 else {}))
+        for i, (p, n) in enumerate(zip(prompts, [40, 90, 5, 60, 12, 70, 3, 33, 80, 20, 9, 50], strict=True))
+    ]
+    alone = harness.engine(model, max_slots=1)
+    wanted = [harness.generate(alone, [request])[0].tokens.tolist() for request in requests]
+    engine = harness.engine(model, max_slots=4)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    async def work():
+        tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+        for version in range(1, 6):
+            before = engine.gauges()["tokens"]
+            while engine.gauges()["tokens"] < before + 30 and not all(task.done() for task in tasks):
+                await asyncio.sleep(0.001)
+            engine.pause()
+            engine.load_weights(state.items(), version)
+            engine.resume()
+        return await asyncio.gather(*tasks)
+
+    answers = harness.run(work())
+    assert [answer.tokens.tolist() for answer in answers] == wanted
+    assert max(int(answer.versions.max()) for answer in answers) > 1
+    for request, answer in zip(requests, answers, strict=True):
+        assert not request.sampling.logit_bias or 7 not in answer.tokens
