@@ -20,15 +20,9 @@ GIB = 1 << 30
 def build_core(settings: EngineSettings, instance: Instance) -> Any:
     """vLLM's in-process client of an engine core: `add_request`, `get_output`, `abort_requests`, …"""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
-    if current_platform.device_type != settings.device:
-        built = current_platform.device_type
-        raise ValueError(
-            f"cluster.device: {settings.device}, but the vLLM installed here is built for {built or 'none'}"
-        )
     config = EngineArgs(**engine_arguments(settings, instance)).create_engine_config()
     if settings.device == "cpu":
         if config.cache_config.kv_cache_memory_bytes is None:
@@ -42,6 +36,15 @@ def build_core(settings: EngineSettings, instance: Instance) -> Any:
         return InprocClient(config, executor_class(name, instance, settings.device_index), log_stats=False)
     finally:
         forget_shared_memory(name)
+
+
+def check_platform(device: str) -> None:
+    """ValueError where the installed vLLM is for another kind of device."""
+    from vllm.platforms import current_platform
+
+    built = current_platform.device_type
+    if built != device:
+        raise ValueError(f"cluster.device: {device}, but the vLLM installed here is built for {built or 'no device'}")
 
 
 def engine_arguments(settings: EngineSettings, instance: Instance) -> dict[str, Any]:
@@ -63,6 +66,7 @@ def engine_arguments(settings: EngineSettings, instance: Instance) -> dict[str, 
         "tensor_parallel_size": instance.size,
         "distributed_executor_backend": "uni" if instance.size == 1 else "external_launcher",
         "async_scheduling": False,
+        "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "enforce_eager": options.enforce_eager or settings.device == "cpu",
         "enable_prefix_caching": options.enable_prefix_caching and not settings.deterministic,

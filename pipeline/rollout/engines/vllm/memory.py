@@ -28,8 +28,13 @@ class CacheMemory:
         else:
             self._client.sleep(level=1)
 
+    def restore_weights(self) -> None:
+        """The weights alone, so that others can be loaded before the cache needs its memory."""
+        if self._device != "cpu":
+            self._client.wake_up(["weights"])
+
     def restore(self) -> None:
-        """The cache is empty afterwards."""
+        """All that is still away; the cache is empty afterwards."""
         if self._device != "cpu":
             self._client.wake_up()
             return

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 from collections.abc import Iterator
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -24,7 +26,6 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
 """Set where the user has not. Everything runs in this process, whose threads stay where the launcher put them."""
 
@@ -66,11 +67,16 @@ def make_default_group(instance: Instance, device: str) -> None:
 
 
 @contextlib.contextmanager
-def threads_kept() -> Iterator[None]:
-    """vLLM makes `torch.set_num_threads` do nothing; within, this thread gets the process's number first."""
+def process_kept() -> Iterator[None]:
+    """While vLLM is built: it makes `torch.set_num_threads` do nothing, and seeds everybody's random numbers. This
+    thread gets the process's number of threads first."""
     set_num_threads = torch.set_num_threads
     set_num_threads(torch.get_num_threads())
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

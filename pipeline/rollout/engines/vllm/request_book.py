@@ -79,13 +79,19 @@ class RequestBook:
 
     def _admit(self, version: int) -> list[Command]:
         """Those whose minimum version is reached, in order of arrival; deterministic: of group and sample."""
-        ready = [sequence for sequence in self.waiting if sequence.request.min_version <= version]
         if self._deterministic:
-            ready.sort(key=lambda sequence: (sequence.request.group, sequence.request.sample))
-        chosen = ready[: self._max_slots - len(self.active)]
-        for sequence in chosen:
-            self.waiting.remove(sequence)
-        return [self._enter(sequence) for sequence in chosen]
+            by_group = sorted(self.waiting, key=lambda sequence: (sequence.request.group, sequence.request.sample))
+            self.waiting = deque(by_group)
+        commands: list[Command] = []
+        early = []
+        while self.waiting and len(self.active) < self._max_slots:
+            sequence = self.waiting.popleft()
+            if sequence.request.min_version <= version:
+                commands.append(self._enter(sequence))
+            else:
+                early.append(sequence)
+        self.waiting.extendleft(reversed(early))
+        return commands
 
     def _enter(self, sequence: SequenceState) -> Add:
         self._next_number += 1

@@ -29,8 +29,8 @@ from pekoe.pipeline.rollout.engines.vllm.commands import (
     Stop,
     Wake,
 )
-from pekoe.pipeline.rollout.engines.vllm.core_build import build_core, model_runner
-from pekoe.pipeline.rollout.engines.vllm.process_setup import make_default_group, set_environment, threads_kept
+from pekoe.pipeline.rollout.engines.vllm.core_build import build_core, check_platform, model_runner
+from pekoe.pipeline.rollout.engines.vllm.process_setup import make_default_group, process_kept, set_environment
 
 
 class VllmCore:
@@ -42,9 +42,10 @@ class VllmCore:
 
     def __init__(self, settings: EngineSettings, instance: Instance, names: CheckpointNames) -> None:
         set_environment()
+        check_platform(settings.device)
         make_default_group(instance, settings.device)
         try:
-            with threads_kept():
+            with process_kept():
                 self._client = build_core(settings, instance)
         except BaseException:
             torch.distributed.destroy_process_group()
@@ -65,6 +66,7 @@ class VllmCore:
         self._entries = 0
         self._scheduled = 0
         runner = model_runner(self._client)
+        self.model: torch.nn.Module = runner.get_model()
         self._sampler = RowSampler(lambda: runner.input_batch.req_ids, self._by_key, names.vocabulary)
         runner.sampler = self._sampler
         self._loader = WeightLoader(self._client, runner, names)
@@ -129,6 +131,7 @@ class VllmCore:
         """See the protocol. After an exception the weights are mixed, and may be loaded again."""
         self._leave(self._rows.values())
         self._forget_cache()
+        self._memory.restore_weights()
         try:
             self._loader.load(weights)
         except BaseException:

@@ -98,6 +98,7 @@ class VllmEngine:
         self._condition = threading.Condition()
         self._book = RequestBook(settings.max_slots, settings.deterministic)
         self._calls: deque[Call] = deque()
+        self._computing: Call | None = None
         self._pause_wanted = False
         self._draining = False
         self._parked = False
@@ -187,6 +188,8 @@ class VllmEngine:
         self._asleep = False
 
     def logprobs(self, sequences: list[Int32], temperature: float = 1.0) -> list[Float32]:
+        if self._asleep:
+            raise RuntimeError("vllm engine: logprobs() while it sleeps; call wake() first")
         for sequence in sequences:
             if len(sequence) > self._settings.context_limit:
                 allowed = f"up to gconfig.max_tokens ({self._settings.context_limit})"
@@ -310,7 +313,7 @@ class VllmEngine:
         with self._condition:
             while not self._closing:
                 if self._calls:
-                    call = self._calls.popleft()
+                    call = self._computing = self._calls.popleft()
                     return Turn((call.command,), step=False), call
                 if self._pause_wanted and not (self._draining and self._book.active):
                     if not self._parked:
@@ -350,13 +353,24 @@ class VllmEngine:
         try:
             answer = core.apply(call.command, call.weights)
         except BaseException as error:
-            call.answer.set_exception(error)
+            self._settle(call, error)
             if not call.may_fail or core.is_lost or self._line is not None:
                 raise
         else:
             if isinstance(call.command, Load):
                 self._broken = ""
-            call.answer.set_result(answer)
+            self._settle(call, answer)
+
+    def _settle(self, call: Call, outcome: Any) -> None:
+        """Answers once: the engine may have failed in the meantime."""
+        with self._condition:
+            self._computing = None
+            if call.answer.done():
+                return
+            if isinstance(outcome, BaseException):
+                call.answer.set_exception(outcome)
+            else:
+                call.answer.set_result(outcome)
 
     def _stop_with(self, error: BaseException) -> None:
         with self._condition:
@@ -373,11 +387,11 @@ class VllmEngine:
     def _give_up(self, make_error: Callable[[], BaseException]) -> None:
         """Fails all who still wait; later ones are refused before they enter the book."""
         with self._condition:
-            calls = list(self._calls)
+            calls = [*self._calls, *([self._computing] if self._computing is not None else [])]
             self._calls.clear()
             self._book.give_up(make_error)
         for call in calls:
-            call.answer.set_exception(make_error())
+            self._settle(call, make_error())
 
 
 def _failed(error: BaseException) -> EngineFailedError:

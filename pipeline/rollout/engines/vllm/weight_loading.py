@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
 from pekoe.pipeline.rollout.engines.vllm.checkpoint_names import CheckpointNames
 
@@ -19,6 +20,7 @@ class WeightLoader:
         self._client = client
         self._runner = runner
         self._names = names
+        logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)  # it warns of layers that have no weights
         self.is_usable = True
         """False after a load that failed so that vLLM cannot take another one."""
 
