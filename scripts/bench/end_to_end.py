@@ -52,6 +52,11 @@ def python_path(*folders: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, parts)), "HF_HUB_OFFLINE": "1"}
 
 
+def num_steps(options: argparse.Namespace) -> int:
+    """Of Pekoe's run."""
+    return NOT_COUNTED + int(options.steps) + ETA
+
+
 def trl_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": str(options.model), "prompts": PROMPTS, "samples": SAMPLES, "tokens": TOKENS, "lr": LEARNING_RATE,
@@ -72,7 +77,7 @@ def run_trl(options: argparse.Namespace, path: Sequence[str]) -> float:
 def pekoe_settings(options: argparse.Namespace, engine: str, folder: Path) -> list[str]:
     settings = [
         f"allocation={engine}:d1+fsdp:d1 algorithm=grpo experiment_name=end-to-end cluster.fileroot={folder}",
-        f"total_train_steps={NOT_COUNTED + options.steps + ETA} cluster.device=cpu",
+        f"total_train_steps={num_steps(options)} cluster.device=cpu",
         f"cluster.threads_per_rank={options.threads_per_rank} train_dataset.type=jsonl",
         f"train_dataset.path={folder / 'questions.jsonl'} train_dataset.batch_size={PROMPTS}",
         f"gconfig.n_samples={SAMPLES} gconfig.max_new_tokens={TOKENS} gconfig.max_tokens=512 gconfig.temperature=1.0",
@@ -95,7 +100,7 @@ def run_pekoe(options: argparse.Namespace, engine: str, folder: Path, name: str)
     metrics = folder / "end-to-end" / name / "metrics" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line][NOT_COUNTED : NOT_COUNTED + options.steps]
-    assert len(steps) == options.steps
+    assert len(steps) == options.steps, f"{len(steps)} steps that count"
     seconds = sum(step["time/step"] for step in steps)
     return {
         "tokens_per_second": sum(step["train/tokens"] for step in steps) / seconds,
@@ -109,7 +114,7 @@ def run_pekoe(options: argparse.Namespace, engine: str, folder: Path, name: str)
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = trl_path()
-    write_questions(folder / "questions.jsonl", PROMPTS)
+    write_questions(folder / "questions.jsonl", PROMPTS * num_steps(options))
     speeds: dict[str, list[float]] = {name: [] for name in (*options.engines, "trl")}
     figures: dict[str, Any] = {}
     for number in range(options.rounds):

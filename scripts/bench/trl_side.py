@@ -57,7 +57,9 @@ def train(settings: dict[str, Any], out: str) -> dict[str, Any]:
         save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
         model_init_kwargs={"dtype": "float32"}, seed=1,
     )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(settings["prompts"])]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}]} for text in questions(settings["prompts"] * settings["steps"])
+    ]
     trainer = GRPOTrainer(
         model=settings["model"],
         reward_funcs=reward,
