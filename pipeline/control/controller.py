@@ -121,6 +121,7 @@ class Controller:
         if self.resumed and not self.parts.stop.requested():
             self.update_weights()
         if self.parts.start_check is not None and not self.parts.stop.requested():
+            self.parts.start_check.available = self.parts.weights.roster.available
             self.parts.start_check.run(self.version, self.pump, self.parts.stop.requested)
         if self.resumed and not self.parts.stop.requested():
             self.at_intervals()

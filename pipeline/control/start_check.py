@@ -29,6 +29,8 @@ class StartCheck:
     limit: GapLimit
     seconds: float
     """`cluster.setup_seconds`: an engine may still compile."""
+    available: Callable[[], Sequence[int]] | None = None
+    """Ranks whose engines stand; the others are not waited for (they are compared when they get weights)."""
     version: int = -1
     by_trainer: LogprobsChecked | None = None
     by_engine: dict[int, LogprobsChecked] = field(default_factory=dict)
@@ -62,12 +64,16 @@ class StartCheck:
 
     @property
     def is_over(self) -> bool:
-        return self.by_trainer is not None and len(self.by_engine) == len(self.leaders)
+        return self.by_trainer is not None and not self._lacking()
 
     def unanswered(self) -> list[int]:
         """Who has not answered yet."""
         trainer = [self.trainer_ranks[0]] if self.by_trainer is None else []
-        return trainer + [rank for rank in self.leaders if rank not in self.by_engine]
+        return trainer + self._lacking()
+
+    def _lacking(self) -> list[int]:
+        present = set(self.leaders if self.available is None else self.available())
+        return [rank for rank in self.leaders if rank not in self.by_engine and rank in present]
 
     def judge(self) -> Gap:
         """Each engine with itself, then all with the trainer."""

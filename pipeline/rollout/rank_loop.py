@@ -44,8 +44,9 @@ from pekoe.pipeline.messages import (
     Wake,
 )
 from pekoe.pipeline.records import Group
-from pekoe.pipeline.rollout.engine import InferenceEngine, SamplingParameters
+from pekoe.pipeline.rollout.engine import EngineFailedError, InferenceEngine, SamplingParameters
 from pekoe.pipeline.rollout.executor import Executor
+from pekoe.pipeline.rollout.restarting_engine import RestartingEngine
 from pekoe.pipeline.rollout.self_test import check_engine
 from pekoe.pipeline.rollout.weight_intake import Paused, WeightIntake, WeightSource
 
@@ -217,10 +218,17 @@ class RolloutLoop:
                 raise AssertionError(f"the rollout loop cannot handle {message!r}")
 
     def check(self, message: CheckEngine) -> None:
-        """Before anything is sampled for the run: what the engine samples and scores, for the head to compare."""
+        """Before anything is sampled for the run: what the engine samples and scores, for the head to compare. An
+        engine that fails in it is built anew; the head hears of that instead."""
         self.parts.set_phase("comparing log-probs")
         parts = self.parts
-        parts.post.send(parts.head, check_engine(parts.engine, message.version, parts.check_sequences, parts.sampling))
+        generate = parts.engine.generate_once if isinstance(parts.engine, RestartingEngine) else None
+        try:
+            answer = check_engine(parts.engine, message.version, parts.check_sequences, parts.sampling, generate)
+        except EngineFailedError:
+            logger.exception("the engine has failed while it was compared")
+            return
+        parts.post.send(parts.head, answer)
 
     def take(self, group: Group) -> None:
         """A finished group goes into the open shard, this rank's or its node's, unless a sequence is longer than a

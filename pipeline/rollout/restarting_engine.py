@@ -90,6 +90,19 @@ class RestartingEngine:
                     if self._is_closed or generation == self._generation:
                         raise
 
+    async def generate_once(self, request: GenerationRequest) -> Response:
+        """Of the engine that serves now, or EngineFailedError: for who would rather not wait for the next one."""
+        with self._condition:
+            self._raise_if_closed()
+            generation, engine = self._generation, self._engine
+            if engine is None or self._needs_load:
+                raise EngineFailedError("engine: it is built anew, or waits for its weights")
+        try:
+            return await engine.generate(request)
+        except EngineFailedError as error:
+            self._fail(generation, error)
+            raise
+
     def pause(self, *, drain: bool = False) -> None:
         """See the protocol; an engine that fails meanwhile has stopped, too."""
         with self._condition:

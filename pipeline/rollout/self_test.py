@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
 from pekoe.pipeline.messages import LogprobsChecked
-from pekoe.pipeline.rollout.engine import GenerationRequest, InferenceEngine, SamplingParameters
+from pekoe.pipeline.rollout.engine import GenerationRequest, InferenceEngine, Response, SamplingParameters
 
 PROMPT_LENGTH, COMPLETION_LENGTH = 8, 16
 
 
 def check_engine(
-    engine: InferenceEngine, version: int, sequences: Sequence[Sequence[int]], sampling: SamplingParameters
-) -> LogprobsChecked:
+    engine: InferenceEngine, version: int, sequences: Sequence[Sequence[int]], sampling: SamplingParameters,
+    generate: Callable[[GenerationRequest], Coroutine[Any, Any, Response]] | None = None,
+) -> LogprobsChecked:  # fmt: skip
     """Log-probs of the check sequences, and of a completion of the first one's beginning as it was sampled and as it is
     scored. The engine must be running; it is paused for the scores. `sampling` decides what is drawn; end tokens and
-    stop strings do not end the completion."""
+    stop strings do not end the completion. `generate` is called in place of the engine's own."""
     free = dataclasses.replace(
         sampling, max_new_tokens=COMPLETION_LENGTH, min_new_tokens=0, ignore_eos=True, stop=(), stop_token_ids=()
     )
     prompt = tuple(sequences[0][:PROMPT_LENGTH])
-    answer = asyncio.run(engine.generate(GenerationRequest(prompt, free)))
+    answer = asyncio.run((generate or engine.generate)(GenerationRequest(prompt, free)))
     if not len(answer.tokens):
         raise RuntimeError(
             f"the engine has no room to sample after {PROMPT_LENGTH} tokens (gconfig.max_tokens), or samples nothing"
@@ -32,8 +34,10 @@ def check_engine(
     ids = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
     completion = np.concatenate([np.asarray(prompt, dtype=np.int32), answer.tokens])
     engine.pause()
-    *check, scored = engine.logprobs([*ids, completion], sampling.temperature)
-    engine.resume()
+    try:
+        *check, scored = engine.logprobs([*ids, completion], sampling.temperature)
+    finally:
+        engine.resume()
     return LogprobsChecked(
         version,
         tuple(float(x) for row in check for x in row),

@@ -9,6 +9,7 @@ receive holds the sender back. Each wait has the bucket's limit and looks for fa
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -20,8 +21,12 @@ from pekoe.pipeline.weights.meeting import Meeting
 from pekoe.pipeline.weights.transfer_group import Transfer, TransferGroup, disagreement, member_settings
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup, exhaust
 
+logger = logging.getLogger(__name__)
+
 BEGIN, END = 0x70656B6F, 0x65646E65
 SILENT_SECONDS = 2.0
+DECLINE_SECONDS = 5.0
+"""For telling a sender that was not met yet that this member will not come."""
 
 
 class CollectiveTransport:
@@ -224,20 +229,29 @@ class CollectiveReceiver:
             meeting.confirm(version, self._setup.rank)
         except GeneratorExit:
             if message is self._message:
-                self.abandon(f"the engine stopped reading weights version {version} at {self._position}")
+                self._give_up(f"the engine stopped reading weights version {version} at {self._position}")
             raise
         except Exception as error:
             if message is self._message:
-                self.abandon(str(error))
+                self._give_up(str(error))
             raise
 
     def abandon(self, reason: str) -> None:
-        """Tells the sender that this engine failed, and leaves the epoch; harmless when there is none."""
-        self._leave(f"rank {self._setup.rank}: {reason}")
-        self._message = None
+        """Tells the sender that this engine failed, and leaves the epoch; harmless when there is none. A sender that
+        was not met yet is told, too: it and the members need not wait for this one."""
+        if self._message is not None and self._meeting is None:
+            try:
+                self._meeting = Meeting.join(self._message.endpoint, min(DECLINE_SECONDS, self._setup.bucket_seconds))
+            except TransferError as error:
+                logger.info("epoch %d is over already: %s", self._epoch, error)
+        self._give_up(reason)
 
     def close(self) -> None:
-        self.abandon("the engine has closed")
+        self._give_up("the engine has closed")
+
+    def _give_up(self, reason: str) -> None:
+        self._leave(f"rank {self._setup.rank}: {reason}")
+        self._message = None
 
     def _join(self, message: PrepareWeights) -> tuple[Meeting, TransferGroup]:
         if self._meeting is None or self._group is None:

@@ -25,6 +25,9 @@ def crc(tensor: torch.Tensor) -> int:
 
 def load(receiver: Any, job: dict[str, Any]) -> dict[str, Any]:
     receiver.prepare(msgspec.convert(job["prepare"], PrepareWeights))
+    if job.get("action") == "decline":
+        receiver.abandon("the engine has failed")
+        return {"error": "declined"}
     found: list[tuple[str, list[int], str, int]] = []
     began = time.monotonic()
     try:

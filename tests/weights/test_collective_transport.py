@@ -93,6 +93,28 @@ def test_receiver_is_killed_in_mid_transfer(world, kit, at):
     expect_recovery(kit, w, (2,))
 
 
+@pytest.mark.parametrize("has_met", [False, True])
+def test_receiver_that_declines_before_the_transfer_holds_up_nobody(world, kit, has_met):
+    """Its engine failed between its answer and the transfer."""
+    w = world("collective", 2, bucket_seconds=20.0)
+    weights = kit.model(1)
+    if has_met:
+        w.transfer(1, 0, weights)
+        expect_all(kit, w, weights)
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="rank 2: the engine has failed"):
+        w.transfer(2, 0, weights, jobs={2: {"action": "decline"}})
+    answer = w.receivers[1].answer()
+    assert time.monotonic() - began < 8
+    assert "rank 2: the engine has failed" in answer["error"] or "is gone" in answer["error"]
+    assert w.last.taken == len(weights)
+    assert w.receivers[2].answer() == {"error": "declined"}
+    expect_recovery(kit, w, (1,))
+    weights = kit.model(3)
+    w.transfer(3, 60, weights)
+    expect_all(kit, w, weights)
+
+
 def test_receiver_that_hangs_breaks_the_epoch_at_the_limit(world, kit):
     w = world("collective", 2, bucket_seconds=2.0)
     weights = kit.model(1)
