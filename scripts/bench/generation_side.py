@@ -14,10 +14,10 @@ import time
 from typing import Any, Protocol
 
 import torch
+from smollm2_material import context_limit
 
 MAX_SLOTS = 128
 """Sequences that are decoded together, on every side."""
-CONTEXT = 512
 
 
 class Side(Protocol):
@@ -40,7 +40,7 @@ class EngineSide:
 
         settings = EngineSettings(
             path=model, tokenizer_path=model, dtype=dtype, device="cpu", device_index=0, max_slots=MAX_SLOTS,
-            context_limit=CONTEXT, options=VllmConfig(),
+            context_limit=context_limit(model), options=VllmConfig(),
         )  # fmt: skip
         self.engine = resolve(INFERENCE_ENGINES, name, "engine").build(settings, Instance(), on_failure)
 

@@ -21,6 +21,11 @@ def find_model(folder: Path = MODEL) -> Path:
     return folder.resolve()
 
 
+def context_limit(model: str | Path) -> int:
+    """What the engines are built for: enough for the work, and no more than the model takes."""
+    return min(512, int(json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]))
+
+
 def questions(count: int) -> list[str]:
     """Different questions of nearly equal length."""
     return [f"What is {i + 2} + {3 * i + 1}? Explain step by step." for i in range(count)]

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_result import report
-from smollm2_material import MODEL, find_model, prompts
+from smollm2_material import MODEL, find_model
 from weights_side import Waiting, receive_updates, transport_setup
 
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
@@ -37,6 +37,7 @@ from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.messages import PrepareWeights
 from pekoe.pipeline.records import Finish, Trajectory, pack
 from pekoe.pipeline.registry import WEIGHT_TRANSPORTS, resolve
+from pekoe.pipeline.runs.context import CHECK_LENGTH, NUM_CHECK_SEQUENCES
 from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
 
 MIB = 1 << 20
@@ -60,6 +61,12 @@ def trainer_logprobs(trainer: FsdpEngine, sequences: list[np.ndarray]) -> list[n
         rows.append((0, Trajectory(ids, mask, zeros, never, never, 1, 0.0, Finish.STOP)))
     (found,) = trainer.forward([pack(rows)], 1.0)
     return np.split(found.numpy(), np.cumsum([len(ids) for ids in sequences])[:-1])
+
+
+def check_sequences(vocabulary: int) -> list[np.ndarray]:
+    """As many and as long as those of a run."""
+    starts = range(3, 3 + 7 * NUM_CHECK_SEQUENCES, 7)
+    return [(np.arange(start, start + CHECK_LENGTH) % vocabulary).astype(np.int32) for start in starts]
 
 
 def copy_seconds(trainer: FsdpEngine) -> float:
@@ -120,7 +127,7 @@ class Updates:
 def measure(options: argparse.Namespace, trainer: FsdpEngine, engine: str, dtype: str) -> dict[str, Any]:
     """{transport: {seconds, over_memcpy, parts}}."""
     floor = copy_seconds(trainer)
-    sequences = [np.asarray(ids, np.int32) for ids in prompts(options.model, 4)]
+    sequences = check_sequences(trainer.model.config.vocab_size)
     expected = trainer_logprobs(trainer, sequences)
     figures: dict[str, Any] = {"memcpy_seconds": round(floor, 4)}
     with tempfile.TemporaryDirectory() as folder, engine_process(options, engine, dtype, folder) as pipe:

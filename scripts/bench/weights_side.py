@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from smollm2_material import context_limit
 
 from pekoe.pipeline.config.vllm_section import VllmConfig
 from pekoe.pipeline.registry import INFERENCE_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.rollout.engine import EngineSettings, Instance
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.weights.transport_setup import TransportSetup
-
-CONTEXT = 512
 
 
 class Waiting:
@@ -50,7 +49,7 @@ def receive_updates(pipe: Connection, folder: str, model: str, engine_name: str,
     engine = resolve(INFERENCE_ENGINES, engine_name, "engine").build(
         EngineSettings(
             path=model, tokenizer_path=model, dtype=settings["dtype"], device="cpu", device_index=0, max_slots=16,
-            context_limit=CONTEXT, options=VllmConfig(),
+            context_limit=context_limit(model), options=VllmConfig(),
         ),
         Instance(),
         lambda error: os._exit(1),
