@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from transformers import AutoTokenizer
 
 from pekoe.pipeline.agents.endpoint import Endpoint, EndpointSettings
 
+openai: Any = pytest.importorskip("openai", reason="OpenAI's client comes with vLLM")
 pytestmark = pytest.mark.vllm
 
 TOKEN = "a-token-of-a-run-0123456789"
@@ -39,12 +39,12 @@ def base_url(engine: Any, tokenizer: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(base_url: str) -> Iterator[openai.OpenAI]:
+def client(base_url: str) -> Iterator[Any]:
     with openai.OpenAI(base_url=base_url, api_key=TOKEN, max_retries=0, timeout=60) as made:
         yield made
 
 
-def test_the_client_reads_what_the_engine_sampled(client: openai.OpenAI, vllm_models: Any, tokenizer: Any) -> None:
+def test_the_client_reads_what_the_engine_sampled(client: Any, vllm_models: Any, tokenizer: Any) -> None:
     answer: Any = client.chat.completions.create(
         model="policy", messages=MESSAGES, n=3, temperature=0.7, seed=5, logprobs=True,
         extra_body={"return_token_ids": True, "ignore_eos": True},
@@ -62,7 +62,7 @@ def test_the_client_reads_what_the_engine_sampled(client: openai.OpenAI, vllm_mo
     assert answer.usage.completion_tokens == 60
 
 
-def test_completions_and_models_by_the_client(client: openai.OpenAI) -> None:
+def test_completions_and_models_by_the_client(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["policy"]
     first, second = (
         client.completions.create(model="policy", prompt=[3, 4, 5], max_tokens=8, seed=1, logprobs=0) for _ in range(2)
@@ -71,14 +71,14 @@ def test_completions_and_models_by_the_client(client: openai.OpenAI) -> None:
     assert first.choices[0].logprobs is not None
 
 
-def test_refusals_are_the_clients_own_errors(client: openai.OpenAI, base_url: str) -> None:
+def test_refusals_are_the_clients_own_errors(client: Any, base_url: str) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=base_url, api_key="another", max_retries=0).models.list()
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+        client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
     assert refused.value.param == "stream"
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-5", messages=MESSAGES)  # type: ignore[arg-type]
+        client.chat.completions.create(model="gpt-5", messages=MESSAGES)
 
 
 def test_many_agents_at_once_over_an_update_of_the_weights(base_url: str, engine: Any, vllm_models: Any) -> None:
