@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 GAUGE_SECONDS = 0.5
 LOOK_SECONDS = 0.25
-DEATH_SECONDS = 3.0
+DEATH_SECONDS = 1.0
 """From the end of the stream to the nursery's word how the process ended."""
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from typing import Any
 
 from pekoe.pipeline.child_processes import end_keeper, start_keeper
 from pekoe.pipeline.process_tree import kill_marked
-from pekoe.pipeline.rollout.child.nursery_process import MAX_MESSAGE
+from pekoe.pipeline.rollout.child.nursery_process import GONE_SECONDS, MAX_MESSAGE
 from pekoe.pipeline.rollout.engine import EngineFailedError
 
 START_SECONDS = 30.0
 """For the nursery to start a process (which then imports and builds at its own pace)."""
-KILL_SECONDS = 3.0
+KILL_SECONDS = GONE_SECONDS + 2.0
 """For the nursery to kill a child; then it is killed itself, and its children with it."""
 CLOSE_SECONDS = 10.0
 

@@ -1,0 +1,88 @@
+"""Where a rank's engine runs, and when a nursery is started for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
+
+from pekoe.pipeline.config.load import from_yaml_text
+from pekoe.pipeline.rollout.child.child_engine import ChildEngine
+from pekoe.pipeline.rollout.engine import Instance
+from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
+from pekoe.pipeline.runs.engine_setup import build_engine, child_limits, engine_process, start_nursery
+
+BOTH, ROLLOUT, TRAINER = ("trainer", "rollout"), ("rollout",), ("trainer",)
+
+
+@pytest.mark.parametrize(("choice", "engine", "colocated", "expected"), [
+    ("auto", "hf", False, "own"), ("auto", "hf", True, "own"), ("auto", "vllm", False, "own"),
+    ("auto", "vllm", True, "child"), ("child", "hf", False, "child"), ("child", "hf", True, "child"),
+    ("child", "vllm", False, "child"), ("own", "hf", True, "own"), ("own", "vllm", False, "own"),
+])  # fmt: skip
+def test_the_choice(choice: str, engine: str, colocated: bool, expected: str) -> None:
+    assert engine_process(choice, engine, colocated) == expected
+
+
+def test_an_engine_cannot_share_the_trainers_group() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.engine_process: own, .*allowed: auto, child"):
+        engine_process("own", "vllm", True)
+
+
+@pytest.mark.parametrize(("overrides", "roles", "engine", "expected"), [
+    ([], BOTH, "hf", False), ([], BOTH, "vllm", True), ([], ROLLOUT, "vllm", False), ([], TRAINER, "", False),
+    (["rollout.engine_process=child"], ROLLOUT, "hf", True), (["rollout.engine_process=child"], TRAINER, "hf", False),
+])  # fmt: skip
+def test_a_nursery_is_started_only_for_a_child(
+    overrides: list[str], roles: tuple[str, ...], engine: str, expected: bool
+) -> None:
+    nursery = start_nursery(from_yaml_text("", overrides), roles, engine)
+    assert (nursery is not None) is expected
+    if nursery is not None:
+        nursery.close()
+
+
+def context(model: Path, engine: str, *overrides: str) -> Any:
+    """What an engine needs of a rank, on the real configuration and device."""
+    from pekoe.pipeline.devices.device import choose
+
+    config = from_yaml_text("", [f"actor.path={model}", "gconfig.max_tokens=64", "rollout.max_slots=2", *overrides])
+    ranks = SimpleNamespace(
+        rollout=SimpleNamespace(engine=engine), colocated=False, roles_of=lambda rank: ROLLOUT
+    )  # fmt: skip
+    return SimpleNamespace(
+        config=config, ranks=ranks, world=SimpleNamespace(rank=1), tokenizer_path=str(model), device=choose("cpu"),
+        device_index=0, nursery=start_nursery(config, ROLLOUT, engine), building=threading.Lock(),
+    )  # fmt: skip
+
+
+def test_an_engine_can_be_built_again_after_its_death(tiny_model: Path) -> None:
+    made = context(tiny_model, "child_worlds:EchoEngine", "rollout.engine_process=child")
+    for _ in range(2):
+        died = threading.Event()
+        engine = build_engine(made, Instance(), lambda _, died=died: died.set())
+        assert isinstance(engine, ChildEngine)
+        made.nursery.kill(engine._process)
+        assert died.wait(10)
+        engine.close()
+    with pytest.raises(ValueError, match="EchoEngine engine over 2 ranks"):
+        build_engine(made, Instance(size=2), lambda _: None)
+    made.nursery.close()
+    own = build_engine(context(tiny_model, "hf"), Instance(), lambda _: None)
+    assert isinstance(own, HfEngine)
+    own.close()
+
+
+def test_limits_of_a_child_lie_within_the_runs_own() -> None:
+    config = from_yaml_text("", [])
+    limits = child_limits(config)
+    assert limits.answer < config.weights.ready_seconds
+    assert limits.bucket < config.weights.bucket_seconds
+    assert limits.progress < config.cluster.progress_seconds
+    assert limits.silence < config.cluster.silence_seconds
