@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -119,6 +119,8 @@ class ForemanParts:
     """From a stop signal to the end: for publishing what is done."""
     stop_requested: Callable[[], bool]
     set_phase: SetPhase
+    followers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Ranks that lend their device to the engine of one of `ranks`: they hear of weights, and of the end."""
 
 
 @dataclass
@@ -162,15 +164,19 @@ class Foreman:
 
     def run(self) -> str:
         """Until the run is over, the head is silent for too long, or a stop is asked for. `finished` or `stopped`."""
-        self._wait(lambda: len(self.hello) == len(self.loads), "rollout ranks to start", self.parts.setup_seconds)
+        everybody = [rank for leader in self.loads for rank in self._engine_ranks(leader)]
+        self._wait(lambda: len(self.hello) == len(everybody), "rollout ranks to start", self.parts.setup_seconds)
         outcome = ""
         while not outcome:
             outcome = self.turn()
         self._publish_what_is_done()
         self.parts.leases.leave()
-        for rank in self.loads:
+        for rank in everybody:
             self.parts.post.send(rank, StopRollout(outcome))
         return outcome
+
+    def _engine_ranks(self, leader: int) -> list[int]:
+        return [leader, *self.parts.followers.get(leader, ())]
 
     def turn(self) -> str:
         """One look at the files, and what follows from it; empty, or how the world ends."""
@@ -251,7 +257,7 @@ class Foreman:
         self.epoch += 1
         self.ready.clear()
         self.answers.clear()
-        for rank in ranks:
+        for rank in (member for leader in ranks for member in self._engine_ranks(leader)):
             self.parts.post.send(rank, PrepareWeights(version, self.epoch, tuple(ranks), token, ()))
         ranks = self._await_ranks(ranks, self.ready, "engines to stop at a token", self.parts.ready_seconds)
         for rank in ranks:
@@ -385,6 +391,8 @@ class Foreman:
                 self.notices.append(message)
             case DiskRefused():
                 self.notices.append(message)
+            case WeightsReady() | WeightsLoaded() if source not in self.loads:
+                pass  # it lends its device: the leader of its engine answers for it
             case WeightsReady():
                 self._hear(source)
                 if message.epoch == self.epoch:

@@ -68,13 +68,16 @@ def run(
 def build_foreman(context: RunContext) -> Foreman:
     """Rank 0's second role."""
     config, world = context.config, context.world
-    slots = num_slots(config, len(context.ranks.rollout_ranks))
+    assert context.ranks.rollout is not None
+    instances = context.ranks.rollout.instances
+    slots = num_slots(config, len(instances))
     leases = LeaseHolder(context.run, context.attached, num_ranks=len(context.ranks.rollout_ranks), slots=slots)
     return Foreman(
         ForemanParts(
             post=world.post,
             inbox=world.post.inbox(*INBOX_KINDS),
             ranks=context.ranks.rollout_leaders,
+            followers={leader: followers for leader, *followers in instances},
             leases=leases,
             slots=slots,
             config_hash=config_hash(config),

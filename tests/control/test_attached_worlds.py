@@ -299,7 +299,9 @@ class Ranks:
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
 
 
-def foreman(files: Files, ranks: Ranks, stop: threading.Event | None = None, limit: float = 5.0) -> Foreman:
+def foreman(
+    files: Files, ranks: Ranks, stop: threading.Event | None = None, limit: float = 5.0, **changes: Any
+) -> Foreman:
     for rank in (0, 1):
         ranks.inbox.put((rank, Hello("rollout", -1)))
     made: Any = ranks
@@ -308,7 +310,7 @@ def foreman(files: Files, ranks: Ranks, stop: threading.Event | None = None, lim
         orphan_seconds=10.0, ready_seconds=limit, setup_seconds=5.0, load_seconds=limit, away_seconds=20.0,
         grace_seconds=2.0, stop_requested=(stop or threading.Event()).is_set, set_phase=lambda phase, **facts: None,
     )  # fmt: skip
-    return Foreman(parts)
+    return Foreman(replace(parts, **changes))
 
 
 def offer(group: int, version: int = 0) -> Assign:
@@ -480,6 +482,20 @@ def test_a_foreman_goes_on_without_an_engine_that_failed_and_loads_it_when_it_st
     made.turn()
     made.turn()
     assert made.loads[1].held, "it takes part again"
+
+
+def test_a_rank_that_lends_its_device_hears_of_weights_and_of_the_end_alone() -> None:
+    files, ranks = Files(State(weights=Weights(2)), offers=[offer(n, 2) for n in range(4)]), Ranks()
+    made = foreman(files, ranks, ranks=(0,), followers={0: (1,)})
+    made.turn()
+    ranks.inbox.put((1, WeightsLoaded(2, 0.1)))
+    made.turn()
+    assert [type(message) for to, message in ranks.sent if to == 1] == [PrepareWeights]
+    assert made.loaded == (0, 2, "t")
+    assert {to for to, _ in ranks.of(Assign)} == {0}
+    files.state = State(weights=Weights(2), outcome="finished")
+    assert made.run() == "finished"
+    assert [to for to, _ in ranks.of(StopRollout)] == [0, 1]
 
 
 def test_a_foreman_leaves_out_who_is_silent_and_not_for_ever() -> None:

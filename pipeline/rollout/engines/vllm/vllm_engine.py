@@ -302,11 +302,11 @@ class VllmEngine:
 
     def _end(self, core: VllmCore) -> None:
         """Gives back what it holds; with other ranks, after a failure, that would wait for those that are gone."""
-        if self._line is not None:
-            if self.failure is not None:
-                return
+        if self._line is None:
+            core.close()
+        elif self.failure is None:
+            core.close()
             self._line.close()
-        core.close()
 
     def _take(self, core: VllmCore) -> tuple[Turn, Call | None]:
         """Waits for something to do: commands, and whether a step follows; with the caller that waits, if any."""

@@ -71,8 +71,8 @@ class VllmFollower:
         except BaseException as error:
             self._on_failure(error)
             return
-        line.close()
         core.close()
+        line.close()
         self._over.set()
 
     def _apply(self, core: VllmCore, line: Lockstep, turn: Turn) -> bool:
