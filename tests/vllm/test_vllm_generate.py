@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -168,6 +170,45 @@ def test_an_exception_in_a_step_fails_the_requests_and_another_engine_can_be_bui
         assert response.tokens.tolist() == other.tokens.tolist()
 
 
+def test_logits_that_are_not_numbers_fail_the_engine(engines, vllm_models, make_request):
+    engine = engines()
+    weights = vllm_models.weights(vllm_models.folder())
+    engine.pause()
+    engine.load_weights({**weights, "model.norm.weight": weights["model.norm.weight"] * float("nan")}.items(), 5)
+    engine.resume()
+    with pytest.raises(EngineFailedError, match=r"FloatingPointError: .*weight version 5"):
+        engines.generate(engine, [make_request([3, 4])])
+
+
+def test_a_cache_too_small_for_all_delays_but_changes_nothing(engines, make_request, prompts):
+    requests = [make_request(p, seed=i, max_new_tokens=180) for i, p in enumerate(prompts)]
+    wanted = engines.generate(engines(), requests)
+    small = engines(kv_cache_gib=0.0006)
+    before = small.gauges()["prefilled_tokens"]
+    responses = engines.generate(small, requests)
+    assert small.gauges()["prefilled_tokens"] - before > 400 + sum(map(len, prompts)), "some were computed again"
+    for response, other in zip(responses, wanted, strict=True):
+        assert response.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(response.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_the_process_is_left_as_it_was(engines):
+    engines.close()
+    torch.manual_seed(11), random.seed(11), np.random.seed(11)
+
+    def state() -> tuple:
+        affinity = {os.sched_getaffinity(int(task)) == whole for task in os.listdir("/proc/self/task")}
+        numbers = (torch.rand(1).item(), random.random(), np.random.random())
+        torch.manual_seed(11), random.seed(11), np.random.seed(11)
+        return numbers, affinity, torch.set_num_threads, psutil.Process().children()
+
+    whole = os.sched_getaffinity(0)
+    before = state()
+    engines.build(engines.settings())
+    assert state() == before
+    assert before[1:] == ({True}, torch.set_num_threads, [])
+
+
 def test_close_fails_the_requests_and_leaves_nothing_behind(engines, make_request):
     engine = engines()
     with ThreadPoolExecutor(1) as pool:
@@ -235,7 +276,7 @@ def test_the_trainers_variables_and_the_network_are_not_looked_at(engines, vllm_
         "    engine.close()\n"
     )
     trainer = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "1"}
-    environment = {**os.environ, **trainer, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **trainer}
     found = subprocess.run(
         [sys.executable, "-c", program, str(vllm_models.folder())],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
