@@ -186,6 +186,9 @@ class VllmCore:
         for row in inside:
             del self._by_key[row.key]
             row.key = ""
+        left = self._client.engine_core.scheduler.get_num_unfinished_requests()
+        if left != len(self._by_key):
+            raise RuntimeError(f"vllm: {left} sequences are in the batch where {len(self._by_key)} should be left")
 
     def _advance(self) -> list[Any]:
         """One step of vLLM; what it has to say."""
