@@ -19,10 +19,6 @@ logger = logging.getLogger(__name__)
 SHOWN_ENGINES = 4
 
 
-class LostEngineError(RuntimeError):
-    """An engine has been down or silent for too long."""
-
-
 @dataclass(eq=False)
 class EngineRecord:
     """One engine."""
@@ -47,6 +43,11 @@ class EngineRecord:
     def since(self) -> float | None:
         """Since when it takes part in nothing; None while it does."""
         return self.stalled_since if self.down_since is None else self.down_since
+
+    @property
+    def state(self) -> str:
+        """Why it takes part in nothing, for texts."""
+        return "is silent" if self.down_since is None else "is being built anew"
 
 
 def not_told(leader: int, is_available: bool) -> None:
@@ -104,20 +105,16 @@ class EngineRoster:
         """All ranks of the engines that are being built anew."""
         return [rank for engine in self.engines if engine.down_since is not None for rank in engine.ranks]
 
-    def check(self, limit_seconds: float) -> None:
-        """Raises LostEngineError, with the ranks, when one has taken part in nothing for longer than the limit."""
-        for engine in self.engines:
-            if engine.since is not None and (age := time.monotonic() - engine.since) > limit_seconds:
-                raise LostEngineError(
-                    f"the engine of rank {engine.leader} {_state(engine)} for {age:.0f} s "
-                    f"(cluster.progress_seconds is {limit_seconds:g}): {engine.reason}"
-                )
+    def away_for(self, seconds: float) -> EngineRecord | None:
+        """One that has taken part in nothing for longer than this."""
+        limit = time.monotonic() - seconds
+        return next((engine for engine in self.engines if engine.since is not None and engine.since < limit), None)
 
     def describe(self) -> str:
         """Engines that take part in nothing, and since when; empty when there is none."""
         now = time.monotonic()
         away = [
-            f"rank {engine.leader} {_state(engine)} for {now - engine.since:.0f} s"
+            f"rank {engine.leader} {engine.state} for {now - engine.since:.0f} s"
             for engine in self.engines
             if engine.since is not None
         ]
@@ -128,7 +125,3 @@ class EngineRoster:
         if engine.is_available != is_available:
             engine.is_available = is_available
             self.tell(engine.leader, is_available)
-
-
-def _state(engine: EngineRecord) -> str:
-    return "is silent" if engine.down_since is None else "is being built anew"

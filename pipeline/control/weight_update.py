@@ -22,7 +22,7 @@ from pekoe.pipeline.config.schedule import WeightsConfig
 from pekoe.pipeline.control.disk_watch import RETRY_SECONDS, DiskWatch
 from pekoe.pipeline.control.engine_roster import EngineRecord, EngineRoster
 from pekoe.pipeline.control.logprob_gap import Gap, GapLimit
-from pekoe.pipeline.control.pump import LONGEST_TURN, Pump
+from pekoe.pipeline.control.pump import LONGEST_TURN, SHOWN_RANKS, NoProgress, Pump
 from pekoe.pipeline.messages import (
     EngineFailed,
     EngineRestored,
@@ -44,6 +44,10 @@ WHO = "the weights"
 
 class WeightUpdateError(RuntimeError):
     """Weights could not be brought to engines that stand."""
+
+
+class LostEngineError(NoProgress):
+    """An engine has been down or silent for too long."""
 
 
 class WaitClock:
@@ -177,7 +181,7 @@ class WeightUpdates:
 
     def advance(self, version: int, pump: Pump) -> None:
         """One look: what can be done now is done. Raises WeightUpdateError, LostEngineError."""
-        self.roster.check(pump.limit)
+        self._check_lost(pump)
         transfer = self.transfer
         if transfer is None:
             if time.monotonic() >= self.not_before and (behind := self.roster.behind(version)):
@@ -239,6 +243,17 @@ class WeightUpdates:
         """On the check sequences, over engines that loaded; EnginesDisagreeError above the limit."""
         checks = {rank: check for rank, check in self.checks.items() if check}
         return self.gap_limit.judge(self.version, self.trainer_check, checks)
+
+    def _check_lost(self, pump: Pump) -> None:
+        engine = self.roster.away_for(pump.limit)
+        if engine is not None and engine.since is not None:
+            ranks = sorted(engine.silent or engine.ranks)
+            raise LostEngineError(
+                f"the engine of rank {engine.leader} {engine.state} for {time.monotonic() - engine.since:.0f} s "
+                f"(cluster.progress_seconds is {pump.limit:g}): {engine.reason}",
+                ranks,
+                pump.stacks_of(ranks[:SHOWN_RANKS]),
+            )
 
     def _begin_version(self, version: int) -> None:
         self.version, self.failures, self.stood_still = version, 0, 0.0

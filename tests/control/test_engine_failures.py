@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from simulated_roles import World
 
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.control.engine_roster import EngineRoster, LostEngineError
-from pekoe.pipeline.control.weight_update import WeightUpdateError
+from pekoe.pipeline.control.engine_roster import EngineRoster
+from pekoe.pipeline.control.weight_update import LostEngineError, WeightUpdateError
 from pekoe.pipeline.messages import (
     Assign,
     AssignEvaluation,
@@ -292,8 +292,11 @@ def test_an_engine_that_stays_away_ends_the_run_with_its_reason() -> None:
 
     world.act = act
     pace(world, 0.05)
-    with pytest.raises(LostEngineError, match=r"rank 2 is being built anew for 1 s .*progress_seconds is 1\): planted"):
+    with pytest.raises(
+        LostEngineError, match=r"rank 2 is being built anew for 1 s .*progress_seconds is 1\): planted"
+    ) as raised:
         world.run()
+    assert raised.value.stacks == {2: "stacks of rank 2"}
 
 
 def test_transfers_that_fail_without_an_engine_to_blame_end_the_run() -> None:

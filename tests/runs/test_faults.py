@@ -30,7 +30,7 @@ RAISES: dict[str, tuple[dict[str, Any], tuple[int, str], str, str]] = {
     "raise_in_controller": ({}, TRAINER, "controller", "planted in the controller"),
     "raise_in_rollout": ({}, ROLLOUT, "rollout", "planted in the rollout loop"),
     "raise_in_executor": ({}, ROLLOUT, "executor", "planted in the executor"),
-    "raise_in_engine": ({}, ROLLOUT, "engine", "planted in the engine"),
+    "raise_in_engine": ({"rollout.max_engine_restarts": 0}, ROLLOUT, "engine", "planted in the engine"),
     "raise_in_main_thread": ({}, ROLLOUT, "MainThread", "planted in the main thread"),
     "raise_in_post_office_of_head": ({}, TRAINER, "MainThread", "planted in the head's post office"),
 }  # fmt: skip
@@ -118,20 +118,17 @@ def test_raising_in_any_thread_ends_the_world(fault: str, root: Path, tiny_model
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("where", "reason"),
+    ("where", "who", "reason"),
     [
-        ("learner", r"for the training step on rank 0 \(\S+ is [46]\): version 2"),
-        ("engine", r"for engines to stop at a token on rank 1 \(\S+ is [46]\): version 2"),
-        (
-            "rollout",
-            r"for (engines to stop at a token|the batch of version [12]) on rank 1 \(\S+ is [46]\): version [12]",
-        ),
+        ("learner", (0, "controller"), r"NoProgress: waited 6 s for the training step on rank 0 .* is 6\): version 2"),
+        ("engine", (0, "controller"), r"rank 1 is silent for 6 s"),
+        ("rollout", (1, "MainThread"), r"StalledRoleError: rollout on rank 1 .* no progress for 6 s"),
     ],
-)
+)  # fmt: skip
 def test_a_thread_that_stands_still_ends_the_world(
-    where: str, reason: str, root: Path, tiny_model: Path, sums: Path
+    where: str, who: tuple[int, str], reason: str, root: Path, tiny_model: Path, sums: Path
 ) -> None:
-    """The head's wait for it has a limit, and the record says what was waited for, with the stacks of who did not."""
+    """The wait for it has a limit, and the record says what was waited for, with the stacks of who did not."""
     limits = {"cluster.progress_seconds": 6, "weights.ready_seconds": 4}
     world = World(root, tiny_model, sums, total_train_epochs=100, total_train_steps=500, **limits)
     process = world.start(f"hang:{where}")
@@ -140,8 +137,8 @@ def test_a_thread_that_stands_still_ends_the_world(
     assert process.wait(timeout=60) == 1, world.output[-3000:]
     assert time.monotonic() - began < 6 + LIMIT
     (record,) = error_records(world.path)
-    assert (record["rank"], record["thread"]) == (0, "controller")
-    assert re.search(f"NoProgress: waited [46] s {reason}", record["error"])
+    assert (record["rank"], record["thread"]) == who
+    assert re.search(reason, record["error"])
     waited_for = "0" if where == "learner" else "1"
     assert list(record["stacks"]) == [waited_for]
     assert re.search(rf'Thread "[a-z-]*{where}".*\n(  .*\n)*.*in stand_still', record["stacks"][waited_for])
