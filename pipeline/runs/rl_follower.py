@@ -116,9 +116,11 @@ class LentWeights:
 
     def prepare(self, message: PrepareWeights) -> None:
         """The transfer of `message.version` may begin; one before it that is not over is given up."""
-        self._receiver.prepare(message)
         if self._stager is not None:
+            if self._stager.is_alive():
+                self._receiver.abandon("a later transfer has begun")
             self._stager.join()
+        self._receiver.prepare(message)
         with self._changed:
             self._prepared, self._staged_message, self._error = message, None, None
             self._changed.notify_all()

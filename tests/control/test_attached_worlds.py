@@ -300,17 +300,22 @@ class Ranks:
 
 
 def foreman(
-    files: Files, ranks: Ranks, stop: threading.Event | None = None, limit: float = 5.0, **changes: Any
+    files: Files,
+    ranks: Ranks,
+    stop: threading.Event | None = None,
+    limit: float = 5.0,
+    followers: dict[int, tuple[int, ...]] | None = None,
 ) -> Foreman:
     for rank in (0, 1):
         ranks.inbox.put((rank, Hello("rollout", -1)))
     made: Any = ranks
     parts = ForemanParts(
-        post=made, inbox=ranks.inbox, ranks=(0, 1), leases=files, slots=3, config_hash="hash", poll_seconds=0.01,
-        orphan_seconds=10.0, ready_seconds=limit, setup_seconds=5.0, load_seconds=limit, away_seconds=20.0,
-        grace_seconds=2.0, stop_requested=(stop or threading.Event()).is_set, set_phase=lambda phase, **facts: None,
+        post=made, inbox=ranks.inbox, ranks=(0,) if followers else (0, 1), leases=files, slots=3, config_hash="hash",
+        poll_seconds=0.01, orphan_seconds=10.0, ready_seconds=limit, setup_seconds=5.0, load_seconds=limit,
+        away_seconds=20.0, grace_seconds=2.0, stop_requested=(stop or threading.Event()).is_set,
+        set_phase=lambda phase, **facts: None,
     )  # fmt: skip
-    return Foreman(replace(parts, **changes))
+    return Foreman(replace(parts, followers=followers or {}))
 
 
 def offer(group: int, version: int = 0) -> Assign:
@@ -486,7 +491,7 @@ def test_a_foreman_goes_on_without_an_engine_that_failed_and_loads_it_when_it_st
 
 def test_a_rank_that_lends_its_device_hears_of_weights_and_of_the_end_alone() -> None:
     files, ranks = Files(State(weights=Weights(2)), offers=[offer(n, 2) for n in range(4)]), Ranks()
-    made = foreman(files, ranks, ranks=(0,), followers={0: (1,)})
+    made = foreman(files, ranks, followers={0: (1,)})
     made.turn()
     ranks.inbox.put((1, WeightsLoaded(2, 0.1)))
     made.turn()
