@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def alive(*pids: int) -> set[int]:
     """Those that run; an ended one that nobody has waited for does not."""
     table = process_table()
     return {pid for pid in pids if pid in table and table[pid].state not in "ZX"}
+
+
+def engine_processes(rank: int | None = None) -> set[int]:
+    """All processes that a nursery has started, or those of one rank, with what these have started."""
+    marker = f"PEKOE_ENGINE_CHILD={rank}.".encode() if rank is not None else b"PEKOE_ENGINE_CHILD="
+    found = set()
+    for pid in process_table():
+        with contextlib.suppress(OSError):
+            if any(entry.startswith(marker) for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.add(pid)
+    return found
 
 
 class EchoEngine:
