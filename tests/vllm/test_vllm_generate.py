@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -155,6 +157,7 @@ def test_an_exception_in_a_step_fails_the_requests_and_another_engine_can_be_bui
         def explode(*_: object, **__: object) -> None:
             raise ArithmeticError("a device has failed")
 
+        model = weakref.ref(engine._core.model)
         engine._core.model.forward = explode
         outcomes = running.result(60)
     errors = [outcome for outcome in outcomes if isinstance(outcome, EngineFailedError)]
@@ -165,6 +168,9 @@ def test_an_exception_in_a_step_fails_the_requests_and_another_engine_can_be_bui
         engines.generate(engine, requests[:1])
     with pytest.raises(EngineFailedError):
         engine.pause()
+    engine.close()
+    gc.collect()
+    assert model() is None, "whoever keeps the error or the engine does not keep the weights"
     again = engines.build(engines.settings())
     for response, other in zip(engines.generate(again, requests), wanted, strict=True):
         assert response.tokens.tolist() == other.tokens.tolist()

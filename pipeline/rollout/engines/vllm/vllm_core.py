@@ -168,7 +168,7 @@ class VllmCore:
     def close(self) -> None:
         """Gives memory, threads and torch's default group back."""
         self._client.shutdown()
-        del self._client, self._sampler, self._loader, self._memory, self.adapters
+        del self.model, self._client, self._sampler, self._loader, self._memory, self.adapters
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -307,6 +309,9 @@ class VllmEngine:
         elif self.failure is None:
             core.close()
             self._line.close()
+        if self.failure is not None:
+            traceback.clear_frames(self.failure.__traceback__)  # they hold the weights while somebody has the error
+        gc.collect()
 
     def _take(self, core: VllmCore) -> tuple[Turn, Call | None]:
         """Waits for something to do: commands, and whether a step follows; with the caller that waits, if any."""
