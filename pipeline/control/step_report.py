@@ -98,6 +98,9 @@ class StepReport:
             self.figures["checkpoint/failures"] = float(controller.saves.failures)
         if controller.disk.count:
             self.figures["disk/refusals"] = float(controller.disk.count)
+        roster = controller.parts.weights.roster
+        if left_out := len(roster.engines) - len(roster.available()):
+            self.figures["engines/left_out"] = float(left_out)
         for name, count in dispatcher.counts.items():
             self.figures[f"groups_total/{name}"] = float(count)
         self.write_metrics(controller.version, self.figures)

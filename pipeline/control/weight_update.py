@@ -210,7 +210,7 @@ class WeightUpdates:
         if transfer is not None and transfer.is_published and engine in transfer.engines:
             if message.version == transfer.version:
                 transfer.loaded[rank] = message
-        elif not message.error and engine.ranks == (rank,) and engine.down_since is None:
+        elif (message.version, message.error) == (self.version, "") and len(engine.ranks) == 1 and engine.since is None:
             self.roster.serve(engine, message.version)
 
     def on_failed(self, rank: int, message: EngineFailed) -> None:

@@ -150,6 +150,9 @@ def test_the_others_go_on_without_an_engine_that_fails_or_stalls(moment: str, st
     without = [m for m in world.of(PublishWeights) if m.members == (0, 1, 3)]
     assert bool(without) == ((moment, stalls) != ("answer", True)), "steps were made without it"
     assert world.post.sent["PublishWeights"] >= 20
+    left_out = [values["engines/left_out"] for _, values in world.metrics if "engines/left_out" in values]
+    assert set(left_out) <= {1.0}
+    assert bool(left_out) == bool(without)
     assert all(m.try_number == 0 for m in world.of(Assign))
 
 
