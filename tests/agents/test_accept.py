@@ -94,10 +94,11 @@ def test_no_descriptor_left_is_a_wait_and_not_an_end() -> None:
     """Without any bound but the kernel's."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)
     listener.setblocking(False)
-    stopped = threading.Event()
+    started, stopped = threading.Event(), threading.Event()
 
     async def serve() -> None:
         accepting = asyncio.create_task(accept_forever(listener, Echo, lambda: 0, 1))
+        started.set()
         while not stopped.is_set() and not accepting.done():
             await asyncio.sleep(0.01)
         accepting.cancel()
@@ -105,12 +106,13 @@ def test_no_descriptor_left_is_a_wait_and_not_an_end() -> None:
         if not accepting.cancelled():
             accepting.result()
 
-    asking = ask_at_once(listener.getsockname()[1], 40, "hello", "hello")
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     with listener:
         thread.start()
+        assert started.wait(10), "the loop has opened the descriptors that it needs itself"
         free = next_file()
-        with open_files(free + 3):
+        with open_files(free + 8):
+            asking = ask_at_once(listener.getsockname()[1], 40, "hello", "hello")
             answered = asking.communicate(timeout=60)[0]
         stopped.set()
         thread.join(timeout=10)

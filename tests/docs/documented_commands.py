@@ -1,4 +1,4 @@
-"""The commands of README and docs, and which of them need a Slurm cluster."""
+"""The commands of README and docs, and which of them need a Slurm cluster or vLLM."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def commands() -> list[tuple[Path, str]]:
                 if line.strip():
                     found.setdefault(line.split(" #")[0].strip(), page)
     return [(page, line) for line, page in found.items()]
+
+
+def needs_vllm(line: str) -> bool:
+    """Whether a command is for the environment with vLLM."""
+    return "vllm:" in line
 
 
 def needs_cluster(page: Path, line: str) -> bool:

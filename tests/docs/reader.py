@@ -1,0 +1,68 @@
+"""Someone who reads README and docs and types their commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from documented_commands import ROOT
+
+CI_RUNS = (".venv/bin/ruff check", "mkdir -p build/typing", "pre-commit install", "./scripts/setup_venv.sh")
+"""Beginnings of lines that are what `.ci/run` or git itself does with this very checkout."""
+VLLM_STAMP = ROOT / os.environ.get("PEKOE_VENV_VLLM", ".venv-vllm") / "pekoe-setup"
+
+
+@dataclass
+class Reader:
+    """Someone who types the commands, in a folder of their own."""
+
+    home: Path
+    model: Path
+    data: Path
+    num_runs: int = 0
+
+    def type(self, line: str) -> None:
+        if line.startswith(CI_RUNS):
+            assert (ROOT / ".ci" / "run").exists()
+            return
+        text, environment = line, self.environment()
+        if line.startswith("./scripts/test.sh"):
+            environment["PYTEST_ADDOPTS"] = "--collect-only"
+            if not VLLM_STAMP.exists():
+                # Only some lanes were asked for, without vLLM: making its environment is not what is under test here.
+                text = line if line.split()[1:] else f"{line} core slurm kernels trainers"
+                text = text.replace("test.sh vllm", "test.sh core")
+        elif line.startswith("./scripts/quickstart.sh"):
+            text += " total_train_steps=1 valid_dataset.size=8 experiment_name=docs"
+        elif "make_smollm2_model" in line or "smollm2_gsm8k" in line:
+            return
+        elif "pekoe run --resume" in line or (line.startswith("pekoe ") and "pekoe run" not in line):
+            text = line.replace("runs/quickstart/", f"{self.home}/quickstart/").replace(
+                " exported", f" {self.home}/out"
+            )
+            text = text.replace("areal.yaml", str(self.home / "areal.yaml"))
+        elif "pekoe run" in line:
+            text = f"{line} {self.smaller(line)}"
+        else:
+            raise AssertionError(f"no way is known to run {line!r}")
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=ROOT, env=environment, timeout=280, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{text}\n{done.stdout[-4000:]}"
+
+    def environment(self) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def smaller(self, line: str) -> str:
+        self.num_runs += 1
+        trial = "" if "trial_name=" in line else f"trial_name=docs-{self.num_runs}"
+        return (
+            f"{trial} total_train_steps=1 train_dataset.batch_size=2 gconfig.n_samples=4 evaluator.freq_steps=null "
+            f"actor.path={self.model} train_dataset.path={self.data} valid_dataset.path={self.data} "
+            f"valid_dataset.size=4 cluster.fileroot={self.home} rollout.keep_trajectories=shards"
+        )
