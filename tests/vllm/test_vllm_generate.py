@@ -254,7 +254,7 @@ def test_a_default_group_of_somebody_else_is_refused(engines):
         torch.distributed.destroy_process_group()
 
 
-def test_a_failed_build_leaves_nothing_behind(engines, vllm_models):
+def test_a_failed_build_leaves_nothing_behind(engines, make_request):
     engines.close()
     with pytest.raises(ValueError, match=r"gconfig.max_tokens: 513; allowed: 2 to the model's 512 positions"):
         VllmEngine.build(engines.settings(context_limit=513), Instance())
@@ -262,8 +262,13 @@ def test_a_failed_build_leaves_nothing_behind(engines, vllm_models):
         VllmEngine.build(engines.settings(dtype="float64"), Instance())
     with pytest.raises(ValueError, match=r"cluster.device: cuda, but the vLLM installed here is built for cpu"):
         VllmEngine.build(engines.settings(device="cuda"), Instance())
+    with pytest.raises(ValueError, match=r"vllm.extra: \['strange'\]; allowed: the engine arguments"):
+        VllmEngine.build(engines.settings(extra={"strange": 1}), Instance())
     assert not torch.distributed.is_initialized()
-    engines.build(engines.settings())
+    engine = engines.build(engines.settings(extra={"max_num_batched_tokens": 32}))
+    before = engine.gauges()["steps"]
+    engines.generate(engine, [make_request([3] * 100, max_new_tokens=1)])
+    assert engine.gauges()["steps"] - before == 4
 
 
 def test_the_trainers_variables_and_the_network_are_not_looked_at(engines, vllm_models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
@@ -23,7 +24,11 @@ def build_core(settings: EngineSettings, instance: Instance) -> Any:
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
-    config = EngineArgs(**engine_arguments(settings, instance)).create_engine_config()
+    arguments = engine_arguments(settings, instance)
+    unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown:
+        raise ValueError(f"vllm.extra: {sorted(unknown)}; allowed: the engine arguments of the vLLM that is installed")
+    config = EngineArgs(**arguments).create_engine_config()
     if settings.device == "cpu":
         if config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = cpu_cache_bytes(config, settings)
