@@ -33,6 +33,7 @@ from pekoe.pipeline.rollout.engine import (
     Instance,
     Response,
 )
+from pekoe.pipeline.rollout.engines.answer import deliver
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.served_model import ServedModel
@@ -119,14 +120,14 @@ class HfEngine:
         )
 
     async def generate(self, request: GenerationRequest) -> Response:
-        """See the protocol. EngineFailedError when the engine failed, EngineClosedError when it was closed, ValueError when
-        the request cannot be served."""
+        """See the protocol. EngineFailedError when the engine failed, EngineClosedError when it was closed, ValueError
+        when the request cannot be served."""
         stop = self._check(request)
         if stop.max_new <= 0:
             return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), Finish.LENGTH)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Response] = loop.create_future()
-        sequence = SequenceState(request, stop, lambda outcome: _deliver(loop, future, outcome))
+        sequence = SequenceState(request, stop, lambda outcome: deliver(loop, future, outcome))
         with self._condition:
             self._raise_if_stopped()
             self._inbox.append(sequence)
@@ -325,23 +326,3 @@ def _failed(error: BaseException) -> EngineFailedError:
     failure = EngineFailedError(f"hf engine failed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-def _deliver(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Response], outcome: Response | BaseException
-) -> None:
-    """Resolves a future on its own loop; nobody waits any more when that loop is closed."""
-
-    def resolve() -> None:
-        if future.done():
-            return
-        if isinstance(outcome, Response):
-            future.set_result(outcome)
-        else:
-            future.set_exception(outcome)
-
-    try:
-        loop.call_soon_threadsafe(resolve)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
