@@ -19,7 +19,13 @@ import psutil
 import pytest
 import torch
 
-from pekoe.launch.rendezvous import split_address
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "runs")]
+
+from run_command import base_overrides, run  # noqa: E402
+from tiny_model import write_sums, write_tiny_model  # noqa: E402
+
+from pekoe.launch.rendezvous import split_address  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -174,7 +180,7 @@ def test_a_rank_that_samples_other_tokens_is_named(engine: TwoRanks) -> None:
 
 def segments() -> set[str]:
     """Names in shared memory that vLLM or this engine could have made."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("pekoe-", "psm_", "vllm"))}
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("pekoe-engine-", "psm_", "vllm"))}
 
 
 def test_engines_that_start_together_do_not_meet_and_a_killed_rank_takes_its_own_along(model: Path) -> None:
@@ -202,4 +208,23 @@ def test_engines_that_start_together_do_not_meet_and_a_killed_rank_takes_its_own
     finally:
         for one in made:
             one.close()
+    assert segments() <= before
+
+
+@pytest.mark.timeout(300)
+def test_a_run_trains_with_an_engine_over_two_ranks(tmp_path: Path) -> None:
+    """The follower runs no workflow and writes no shard, and confirms every version."""
+    before = segments()
+    model, sums = write_tiny_model(tmp_path / "model", head_dim=32), write_sums(tmp_path / "sums.jsonl", 40)
+    overrides = {**base_overrides(tmp_path, model, sums, "tp"), "allocation": "vllm:d1t2+fsdp:d1"}
+    outcome = run(tmp_path, overrides | {"total_train_steps": 3}, timeout=280)
+    assert outcome.code == 0, outcome.text[-4000:]
+    assert [line["step"] for line in outcome.steps] == [1, 2, 3]
+    for line in outcome.steps:
+        assert line["train/grad_norm"] > 0
+        assert line["weights/logprob_gap_max"] < TOLERANCE
+    assert {path.name.rpartition("-")[2] for path in (outcome.run / "shards").glob("0-*")} == {"1"}
+    (heartbeats,) = (outcome.run / "heartbeats").glob("node-*.json")
+    versions = {beat["rank"]: beat["version"] for beat in json.loads(heartbeats.read_text())["ranks"]}
+    assert versions[2] == versions[1] >= 2
     assert segments() <= before

@@ -29,7 +29,7 @@ def executor_class(name: str, instance: Instance, device_index: int) -> type[Any
 
 def instance_name(instance: Instance) -> str:
     """A name that no other engine of the node has; equal on all ranks of the instance. Blocks for the leader's word."""
-    own = f"pekoe-{uuid.uuid4().hex}"
+    own = f"pekoe-engine-{uuid.uuid4().hex}"
     if instance.store is None:
         return own
     if instance.rank == 0:
