@@ -183,8 +183,8 @@ def _check_update_mode(config: RunConfig, placement: PlacementFacts, findings: F
         )  # fmt: skip
     elif mode == "overlap":
         findings.warn(
-            "weights.update_mode", mode, "keeps a second copy of the weights on every rollout rank, where they arrive: on "
-            "the device (from disk: in host memory)",
+            "weights.update_mode", mode, "keeps a second copy of the weights on every rollout rank, where they arrive: "
+            "on the device (from disk: in host memory)",
         )  # fmt: skip
     if mode == "drain" and config.weights.drain_seconds >= config.cluster.progress_seconds:
         findings.wrong(
