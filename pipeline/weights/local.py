@@ -43,20 +43,20 @@ class Delivery:
 
 
 class Counter:
-    """Where the two ends find each other's delivery, by (run, rank, version)."""
+    """Where the two ends find each other's delivery, by (run, rank, version, epoch)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._deliveries: dict[tuple[str, int, int], Delivery] = {}
+        self._deliveries: dict[tuple[str, int, int, int], Delivery] = {}
 
-    def meet(self, setup: TransportSetup, version: int) -> Delivery:
+    def meet(self, setup: TransportSetup, version: int, epoch: int) -> Delivery:
         """The delivery, made by whoever comes first."""
         with self._lock:
-            return self._deliveries.setdefault((str(setup.run.path), setup.rank, version), Delivery())
+            return self._deliveries.setdefault((str(setup.run.path), setup.rank, version, epoch), Delivery())
 
-    def clear(self, setup: TransportSetup, version: int) -> None:
+    def clear(self, setup: TransportSetup, version: int, epoch: int) -> None:
         with self._lock:
-            self._deliveries.pop((str(setup.run.path), setup.rank, version), None)
+            self._deliveries.pop((str(setup.run.path), setup.rank, version, epoch), None)
 
 
 COUNTER = Counter()
@@ -80,7 +80,7 @@ class LocalSender:
         if self._setup.rank not in members[1:]:
             exhaust(pending)
             return
-        delivery = COUNTER.meet(self._setup, version)
+        delivery = COUNTER.meet(self._setup, version, epoch)
         try:
             for name, tensor in checked(specs, pending):
                 delivery.offers.put((name, tensor))
@@ -92,7 +92,7 @@ class LocalSender:
             exhaust(pending)
             raise
         finally:
-            COUNTER.clear(self._setup, version)
+            COUNTER.clear(self._setup, version, epoch)
 
     def close(self) -> None:
         """Holds nothing."""
@@ -116,14 +116,17 @@ class LocalReceiver:
         self._setup = setup
         self._specs: tuple[TensorSpec, ...] = ()
         self._epoch = -1
+        self._expected = -1
+        """Version that was announced and has not come yet."""
 
     def prepare(self, message: PrepareWeights) -> None:
+        self._expected = message.version
         if message.tensors or message.epoch != self._epoch:
             self._specs, self._epoch = message.tensors, message.epoch
 
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the trainer's own tensors: only valid until the next one is asked for."""
-        delivery = COUNTER.meet(self._setup, version)
+        delivery = COUNTER.meet(self._setup, version, self._epoch)
         position = "the first tensor"
         try:
             for spec in self._specs:
@@ -137,16 +140,23 @@ class LocalReceiver:
             position = "the end"
             if self._take(delivery, version, "the end") is not None:
                 raise TransferError(f"weights version {version}: more tensors than the {len(self._specs)} announced")
+            self._expected = -1
             delivery.answers.put("")
         except GeneratorExit:
             delivery.answers.put(f"the engine stopped reading weights version {version} at {position!r}")
             raise
         except Exception as error:
+            self._expected = -1
             delivery.answers.put(str(error))
             raise
 
     def abandon(self, reason: str) -> None:
-        """The sender learns of a failed load from `receive` itself, when it is closed."""
+        """The sender hears at once, also before it has begun."""
+        if self._expected >= 0:
+            COUNTER.meet(self._setup, self._expected, self._epoch).answers.put(
+                f"weights version {self._expected}: rank {self._setup.rank}'s engine does not take them: {reason}"
+            )
+            self._expected = -1
 
     def close(self) -> None:
         """Holds nothing."""
@@ -156,7 +166,7 @@ class LocalReceiver:
         try:
             found = delivery.offers.get(timeout=limit)
         except queue.Empty:
-            COUNTER.clear(self._setup, version)
+            COUNTER.clear(self._setup, version, self._epoch)
             raise TransferError(f"weights version {version}: the trainer gave no {name!r} within {limit:g} s") from None
         if isinstance(found, str):
             raise TransferError(found)

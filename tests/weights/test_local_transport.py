@@ -104,3 +104,27 @@ def test_absent_sender_and_rank_without_engine(ends, kit):
     counted = kit.Counted(kit.model(1))
     ends[1].sender.send(1, 0, (0, 0), kit.specs_of(counted.weights), counted)
     assert counted.taken == len(counted.weights)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_engine_that_fails_before_it_reads_ends_the_sending_at_once(ends, threads, kit, begun):
+    """And the next epoch of the same version is another delivery."""
+    weights = kit.model(1)
+    specs = kit.specs_of(weights)
+    end = ends[0]
+    end.receiver.prepare(PrepareWeights(1, 0, MEMBERS, "", specs))
+    if not begun:
+        end.receiver.abandon("its process has died")
+    sent = threads.submit(end.sender.send, 1, 0, MEMBERS, specs, kit.Counted(weights))
+    if begun:
+        time.sleep(0.1)
+        end.receiver.abandon("its process has died")
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="rank 0's engine does not take them: its process has died"):
+        sent.result(5)
+    assert time.monotonic() - started < 0.5
+    end.receiver.abandon("once more")
+    end.receiver.prepare(PrepareWeights(1, 1, MEMBERS, "", specs))
+    again = threads.submit(end.sender.send, 1, 1, MEMBERS, specs, kit.Counted(weights))
+    assert [name for name, _ in end.receiver.receive(1)] == [name for name, _ in weights]
+    again.result(5)
