@@ -1,7 +1,7 @@
 """One rank of an instance, with its line alone: takes part in turns until the leader says that it is over. At `differ`
 rank 1 takes itself to have sampled another token.
 
-python lockstep_rank.py RANK SIZE PORT
+python lockstep_rank.py RANK SIZE PORT      PORT is 0 for the leader, which prints the one that it has bound
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def main() -> None:
     store = TCPStore(
         "127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60), wait_for_workers=False
     )
+    if rank == 0:
+        say(store.port)
     line = Lockstep(Instance(size, rank, store), lost, 60.0)
     say("there")
     if rank == 0:

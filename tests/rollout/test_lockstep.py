@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -86,18 +85,18 @@ class Ranks:
     """Processes of one instance, each with its line alone."""
 
     def __init__(self, size: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(rank), str(size), str(port)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(size)
-        ]  # fmt: skip
+        leader = self.start(0, size, "0")
+        port = self.read(leader)
+        self.processes = [leader, *(self.start(rank, size, port) for rank in range(1, size))]
         for process in self.processes:
             assert self.read(process) == "there"
+
+    @staticmethod
+    def start(rank: int, size: int, port: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(size), port],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     @staticmethod
     def read(process: subprocess.Popen[str]) -> str:
