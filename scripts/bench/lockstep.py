@@ -3,8 +3,8 @@
     python scripts/bench/lockstep.py [--quick] [--ranks N]
 
 Every turn carries the commands of a step in which sequences enter and leave (encoded and decoded each time), and the
-digest of the sampled tokens, which is compared. The baseline is a bare gloo broadcast by the same processes, in turns with it.
-The last line is one JSON object.
+digest of the sampled tokens, which is compared. The baseline is a bare gloo broadcast by the same processes, in turns
+with it. The last line is one JSON object.
 """
 
 from __future__ import annotations
