@@ -141,6 +141,7 @@ class WeightIntake:
         if self.wanted is not None:
             self.wanted = None
             self.parts.weights.abandon("the engine has failed")
+            self._wake()
         self._tell(message)
 
     def on_restored(self, message: EngineRestored) -> None:
@@ -165,7 +166,8 @@ class WeightIntake:
             self.parts.engine.resume()
 
     def _take(self, version: int) -> None:
-        """The weights into the engine, which stands still meanwhile, or (overlap) for the second half of it."""
+        """The weights into the engine, which stands still meanwhile, or (overlap) for the second half of it. One that
+        sleeps wakes after the load: its cache needs no memory while old and new weights do."""
         weights: Iterable[tuple[str, torch.Tensor]] = self.parts.weights.receive(version)
         try:
             if not self.is_paused:
@@ -176,10 +178,11 @@ class WeightIntake:
         except BaseException as error:
             self.parts.weights.abandon(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._wake()
 
     def _say_ready(self) -> None:
         assert self.wanted is not None
-        self._wake()
         self._tell(WeightsReady(self.wanted.version, self.wanted.epoch))
 
     def _pause_beside(self) -> None:

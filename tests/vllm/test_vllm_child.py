@@ -102,8 +102,8 @@ def test_sleep_gives_the_cache_back_over_twenty_cycles(
         awake.append(child.memory_info().rss)
         engine.sleep()
         asleep.append(child.memory_info().rss)
-        engine.wake()
         engine.load_weights(iter(weights.items()), version)
+        engine.wake()
         engine.resume()
         (response,) = sample(engine, [request])
         assert set(response.versions) == {version}
