@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Side:
     """The other end of `generation_side.py`."""
 
     def __init__(self, name: str, model: Path, dtype: str, threads: int) -> None:
-        self.name, self.seconds = name, list[float]()
+        self.name = name
         command = [sys.executable, str(HERE / "generation_side.py"), name, str(model), dtype, str(threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self.process = subprocess.Popen(
@@ -76,14 +77,28 @@ def sides(names: list[str], model: Path, dtype: str, threads: int) -> Iterator[d
             side.close()
 
 
-def compare(opened: dict[str, Side], ids: list[list[int]], lengths: list[list[int]], rounds: int) -> dict[str, float]:
-    """Median tokens a second of each side; the rounds alternate between them."""
-    speeds: dict[str, list[float]] = {name: [] for name in opened}
+@dataclass(frozen=True)
+class Speed:
+    """Medians of one side's rounds."""
+
+    tokens_per_second: float
+    tokens_per_cpu_second: float
+    """What the machine's other work disturbs least."""
+
+
+def compare(opened: dict[str, Side], ids: list[list[int]], lengths: list[list[int]], rounds: int) -> dict[str, Speed]:
+    """The speed of each side; the rounds alternate between them."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in opened}
     for _ in range(rounds):
         for name, side in opened.items():
-            found = side.ask(do="run", prompts=ids, lengths=lengths)
-            speeds[name].append(found["tokens"] / found["seconds"])
-    return {name: statistics.median(found) for name, found in speeds.items()}
+            found[name].append(side.ask(do="run", prompts=ids, lengths=lengths))
+    return {
+        name: Speed(
+            statistics.median(one["tokens"] / one["seconds"] for one in all_rounds),
+            statistics.median(one["tokens"] / one["cpu_seconds"] for one in all_rounds),
+        )
+        for name, all_rounds in found.items()
+    }
 
 
 def gap(opened: dict[str, Side], name: str, ids: list[list[int]], num_samples: int) -> float:
@@ -115,9 +130,11 @@ def measure(options: argparse.Namespace, dtype: str, names: list[str]) -> dict[s
         for kind, lengths, rounds in kinds:
             speeds = compare(opened, ids[:count], lengths, rounds)
             for name, speed in speeds.items():
-                figures[f"{kind}{name}_tokens_per_second"] = round(speed, 1)
+                figures[f"{kind}{name}_tokens_per_second"] = round(speed.tokens_per_second, 1)
+                figures[f"{kind}{name}_tokens_per_cpu_second"] = round(speed.tokens_per_cpu_second, 1)
                 if name != "generate":
-                    figures[f"{kind}{name}_over_generate"] = round(speed / speeds["generate"], 3)
+                    ratio = speed.tokens_per_second / speeds["generate"].tokens_per_second
+                    figures[f"{kind}{name}_over_generate"] = round(ratio, 3)
             print(f"{dtype:9s} {kind or 'equal_'}lengths: {figures}", flush=True)
     return figures
 

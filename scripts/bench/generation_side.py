@@ -59,15 +59,16 @@ class EngineSide:
         async def work() -> list[Any]:
             return await asyncio.gather(*map(self.engine.generate, requests))
 
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         responses = asyncio.run(work())
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         assert [len(r.tokens) for r in responses] == [request.sampling.max_new_tokens for request in requests]
         rows = [
             {"prompt": list(q.tokens), "tokens": r.tokens.tolist(), "logprobs": r.logprobs.tolist()}
             for q, r in list(zip(requests, responses, strict=True))[:: max(1, len(requests) // 4)]
         ]
-        return {"seconds": seconds, "tokens": sum(len(r.tokens) for r in responses), "rows": rows}
+        tokens = sum(len(r.tokens) for r in responses)
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens, "rows": rows}
 
     def close(self) -> None:
         self.engine.close()
@@ -84,7 +85,7 @@ class GenerateSide:
         self.pad = AutoTokenizer.from_pretrained(model).pad_token_id or 0
 
     def run(self, prompts: list[list[int]], lengths: list[list[int]]) -> dict[str, Any]:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for batch, wanted in self.batches(prompts, lengths):
             width = max(map(len, batch))
             ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in batch])
@@ -95,7 +96,8 @@ class GenerateSide:
                     num_return_sequences=len(wanted[0]), pad_token_id=self.pad,
                 )  # fmt: skip
             assert out.shape == (sum(map(len, wanted)), width + max(map(max, wanted)))
-        return {"seconds": time.perf_counter() - began, "tokens": sum(map(sum, lengths)), "rows": []}
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": sum(map(sum, lengths)), "rows": []}
 
     def batches(
         self, prompts: list[list[int]], lengths: list[list[int]]
