@@ -24,6 +24,10 @@ from pekoe.pipeline.rollout.engine import (
 OWN_ERRORS = {error.__name__: error for error in (EngineFailedError, EngineClosedError)}
 
 
+NOT_FROM_A_TEXT = (UnicodeError, BaseExceptionGroup)
+"""Python's own exceptions that are not made from one text."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteError:
     """An exception of the other process."""
@@ -42,7 +46,7 @@ class RemoteError:
         its text; the other process' traceback is a note."""
         found = OWN_ERRORS.get(self.kind, getattr(builtins, self.kind, None))
         error: Exception = RuntimeError(f"{self.kind}: {self.text}")
-        if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError):
+        if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, NOT_FROM_A_TEXT):
             error = found(self.text)
         error.add_note(f"in the engine's process:\n{self.trace}")
         return error
