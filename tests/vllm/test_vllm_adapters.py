@@ -168,6 +168,18 @@ def test_what_cannot_be_loaded_is_named_and_changes_nothing(
     )
 
 
+def test_the_model_itself_is_scored_whatever_room_there_is_for_adapters(
+    engines: Any, engine: Any, merged: Merged
+) -> None:
+    """As every update of a run does."""
+    sequences = [[3, 4, 5, 6, 7, 8, 9], [4, 5, 6], [9]]
+    engine.pause()
+    found = engine.logprobs([np.asarray(sequence, dtype=np.int32) for sequence in sequences])
+    engine.resume()
+    for tokens, logprobs in zip(sequences, found, strict=True):
+        np.testing.assert_allclose(logprobs, merged.logprobs(tokens), atol=LIMIT)
+
+
 def test_without_room_for_adapters_they_are_refused(tmp_path: Path) -> None:
     from pekoe.pipeline.config.vllm_section import VllmConfig
     from pekoe.pipeline.rollout.engines.vllm.adapters import check_adapter, room_for

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from pekoe.pipeline.records import Float32
+from pekoe.pipeline.rollout.engines.vllm.core_build import model_runner
 from pekoe.pipeline.rollout.engines.vllm.core_requests import scoring_request
 from pekoe.pipeline.rollout.engines.vllm.row_sampler import RowSampler, Scoring
 
@@ -23,12 +26,32 @@ def score(
     try:
         for key, place in pending.items():
             client.add_request(scoring_request(key, sequences[place][:-1]))
-        while pending:
-            for output in advance():
-                result = results[pending.pop(output.request_id)]
-                if output.new_prompt_logprobs_tensors is not None:
-                    result[1:-1] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
-                result[-1] = output.new_logprobs.logprobs[0, 0]
+        with no_adapter_on_logits(model_runner(client).get_model()):
+            while pending:
+                for output in advance():
+                    result = results[pending.pop(output.request_id)]
+                    if output.new_prompt_logprobs_tensors is not None:
+                        result[1:-1] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+                    result[-1] = output.new_logprobs.logprobs[0, 0]
     finally:
         sampler.scoring = None
     return results
+
+
+@contextlib.contextmanager
+def no_adapter_on_logits(model: torch.nn.Module) -> Iterator[None]:
+    """With room for adapters, vLLM's logits expect one row per sequence, and a prompt's log-probs need one per token.
+    What is scored is the model itself, so adapters have nothing to add."""
+    wrapped = [
+        (parent, name, module.base_layer)
+        for parent in model.modules() for name, module in parent.named_children()
+        if type(module).__name__ == "LogitsProcessorWithLoRA"
+    ]  # fmt: skip
+    kept = [getattr(parent, name) for parent, name, _ in wrapped]
+    for parent, name, base in wrapped:
+        setattr(parent, name, base)
+    try:
+        yield
+    finally:
+        for (parent, name, _), module in zip(wrapped, kept, strict=True):
+            setattr(parent, name, module)
