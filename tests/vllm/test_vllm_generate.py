@@ -264,6 +264,15 @@ def test_a_failed_build_leaves_nothing_behind(engines, make_request):
         VllmEngine.build(engines.settings(device="cuda"), Instance())
     with pytest.raises(ValueError, match=r"vllm.extra: \['strange'\]; allowed: the engine arguments"):
         VllmEngine.build(engines.settings(extra={"strange": 1}), Instance())
+    with pytest.raises(ValueError, match=r"vllm refuses .*vllm\.extra \{'hf_overrides': 3\}: .*should be callable"):
+        VllmEngine.build(engines.settings(extra={"hf_overrides": 3}), Instance())
+    with pytest.raises(
+        ValueError, match=r"vllm\.kv_cache_gib: .* does not hold one sequence of 256 tokens; allowed: >="
+    ):
+        VllmEngine.build(engines.settings(kv_cache_gib=1e-5), Instance())
+    narrow = engines.models.folder(head_dim=16)
+    with pytest.raises(ValueError, match=r"rollout\.path: .* heads of size 16, .* on a cpu; allowed: 32, 64"):
+        VllmEngine.build(engines.settings(narrow), Instance())
     assert not torch.distributed.is_initialized()
     engine = engines.build(engines.settings(extra={"max_num_batched_tokens": 32}))
     before = engine.gauges()["steps"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from pekoe.pipeline.config.vllm_section import VllmConfig
@@ -28,19 +30,56 @@ def build_core(settings: EngineSettings, instance: Instance) -> Any:
     unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown:
         raise ValueError(f"vllm.extra: {sorted(unknown)}; allowed: the engine arguments of the vLLM that is installed")
-    config = EngineArgs(**arguments).create_engine_config()
+    with keys_named(settings, instance):
+        config = EngineArgs(**arguments).create_engine_config()
     if settings.device == "cpu":
-        if config.cache_config.kv_cache_memory_bytes is None:
-            config.cache_config.kv_cache_memory_bytes = cpu_cache_bytes(config, settings)
+        check_head_size(config, settings)
+        size_cpu_cache(config, settings)
     elif instance.size == 1:
         config.device_config.device = f"{settings.device}:{settings.device_index}"
-    if instance.size == 1:
-        return InprocClient(config, Executor.get_class(config), log_stats=False)
-    name = instance_name(instance)
+    with keys_named(settings, instance):
+        if instance.size == 1:
+            return InprocClient(config, Executor.get_class(config), log_stats=False)
+        name = instance_name(instance)
+        try:
+            return InprocClient(config, executor_class(name, instance, settings.device_index), log_stats=False)
+        finally:
+            forget_shared_memory(name)
+
+
+@contextlib.contextmanager
+def keys_named(settings: EngineSettings, instance: Instance) -> Iterator[None]:
+    """What vLLM refuses is told with the keys that decide it, and without the rest of its report."""
     try:
-        return InprocClient(config, executor_class(name, instance, settings.device_index), log_stats=False)
-    finally:
-        forget_shared_memory(name)
+        yield
+    except ValueError as error:
+        found = getattr(error, "errors", None)
+        if found is None:
+            said = str(error)
+        else:
+            said = "; ".join(
+                f"{'.'.join(map(str, entry['loc']))} {entry['msg'].removeprefix('Value error, ')}".strip()
+                for entry in found(include_url=False)
+            )
+        options = settings.options or VllmConfig()
+        raise ValueError(
+            f"vllm refuses rollout.path {settings.path} with rollout.dtype {settings.dtype}, gconfig.max_tokens "
+            f"{settings.context_limit}, rollout.max_slots {settings.max_slots}, {instance.size} ranks per engine, "
+            f"vllm.kv_cache_gib {options.kv_cache_gib}, vllm.max_num_batched_tokens {options.max_num_batched_tokens}, "
+            f"vllm.extra {options.extra}: {said}"
+        ) from error
+
+
+def check_head_size(config: Any, settings: EngineSettings) -> None:
+    """vLLM's attention on CPUs is compiled for some head sizes; with others it fails at the first token only."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, allowed = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in allowed:
+        raise ValueError(
+            f"rollout.path: {settings.path} has attention heads of size {size}, which vllm cannot serve on a cpu; "
+            f"allowed: {', '.join(map(str, allowed))}, or an hf engine"
+        )
 
 
 def check_platform(device: str) -> None:
@@ -90,16 +129,26 @@ def engine_arguments(settings: EngineSettings, instance: Instance) -> dict[str, 
     return arguments | options.extra
 
 
-def cpu_cache_bytes(config: Any, settings: EngineSettings) -> int:
-    """Bytes for `max_slots` sequences of full length, within a quarter of the host's memory but for one at least."""
+def size_cpu_cache(config: Any, settings: EngineSettings) -> None:
+    """The KV cache as it is asked for, if it holds one sequence of full length; else room for `max_slots` of them,
+    within a quarter of the host's memory but for one at least."""
     block = config.cache_config.block_size
     blocks = math.ceil(settings.context_limit / block)
     model, parallel = config.model_config, config.parallel_config
     layers, heads, size = model.get_num_layers(parallel), model.get_num_kv_heads(parallel), model.get_head_size()
     block_bytes = 2 * layers * heads * size * model.dtype.itemsize * block
-    wanted = (blocks * settings.max_slots + 1) * block_bytes
+    least = int((blocks + 1) * block_bytes)
+    given = config.cache_config.kv_cache_memory_bytes
+    if given is not None:
+        if given < least:
+            raise ValueError(
+                f"vllm.kv_cache_gib: {given / GIB:g} does not hold one sequence of {settings.context_limit} tokens; "
+                f"allowed: >= {least / GIB:g}, or null"
+            )
+        return
+    wanted = int((blocks * settings.max_slots + 1) * block_bytes)
     allowed = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_MEMORY_SHARE)
-    return int(max(min(wanted, allowed), (blocks + 1) * block_bytes))
+    config.cache_config.kv_cache_memory_bytes = max(min(wanted, allowed), least)
 
 
 def model_runner(core: Any) -> Any:
