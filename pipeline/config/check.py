@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pekoe.pipeline.config.cross_checks import CROSS_CHECKS, check_placement
-from pekoe.pipeline.config.engine_checks import check_vocabulary
+from pekoe.pipeline.config.engine_checks import check_heads, check_vocabulary
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
-from pekoe.pipeline.config.paths import model_context_limit, model_vocabulary, resolve_paths
+from pekoe.pipeline.config.paths import model_context_limit, model_heads, model_vocabulary, resolve_paths
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, Key, keys_of, shown
 from pekoe.pipeline.config.values import WrongValue, convert
@@ -37,11 +37,14 @@ def check(config: RunConfig, placement: PlacementFacts | None = None) -> list[st
         if placement is not None:
             check_placement(config, placement, findings)
     try:
-        model = resolve_paths(config).actor.path
+        resolved = resolve_paths(config)
     except ConfigError as error:
         findings.problems += error.problems
     else:
+        model = resolved.actor.path
         if limits_hold:
+            if placement is not None:
+                check_heads(placement, model_heads(resolved.rollout.path or model), findings)
             _check_context(config, model_context_limit(model), findings)
             check_vocabulary(config, model_vocabulary(model), findings)
     if findings.problems:

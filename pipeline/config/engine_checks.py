@@ -72,6 +72,21 @@ def check_vocabulary(config: RunConfig, vocabulary: int | None, findings: Findin
                 findings.wrong(f"{name}.{key}", outside[0], f"is no token of the model; {allowed}")
 
 
+def check_heads(placement: PlacementFacts, heads: tuple[int, int] | None, findings: Findings) -> None:
+    """The model can be cut into as many parts as an inference engine has ranks: each gets whole heads, and heads of
+    keys and values that are fewer than ranks are on several."""
+    if placement.rollout is None or heads is None:
+        return
+    size = max(len(ranks) for ranks in placement.rollout.instances)
+    queries, keys = heads
+    allowed = [n for n in range(1, queries + 1) if queries % n == 0 and (keys % n == 0 or n % keys == 0)]
+    if size not in allowed:
+        findings.wrong(
+            "allocation", str(placement), f"has inference engines of {size} ranks for a model of {queries} attention "
+            f"heads ({keys} of keys and values); allowed: t of {', '.join(map(str, allowed))}",
+        )  # fmt: skip
+
+
 def check_engine(config: RunConfig, placement: PlacementFacts, findings: Findings) -> None:
     """What the placement's inference engine makes of the keys that are meant for it."""
     rollout = placement.rollout

@@ -65,6 +65,17 @@ def model_vocabulary(path: str | Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def model_heads(path: str | Path) -> tuple[int, int] | None:
+    """Attention heads, and heads of keys and values, of a model folder; None where its configuration names none."""
+    text = _read_model_config(Path(path))
+    text = text.get("text_config") or text
+    heads = text.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return None
+    keys = text.get("num_key_value_heads")
+    return heads, keys if isinstance(keys, int) else heads
+
+
 def _read_model_config(folder: Path) -> dict[str, Any]:
     with open(folder / "config.json", encoding="utf-8") as file:
         parsed = json.load(file)

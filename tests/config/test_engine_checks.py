@@ -186,3 +186,19 @@ def test_an_engine_that_fits_is_let_through(folder: Path, with_vllm: None) -> No
     assert checked("vllm:d1|fsdp:d1", "vllm.gpu_memory_utilization=0.5") == []
     assert checked("hf:d1|fsdp:d1", "rollout.engine_process=child") == []
     assert checked("vllm:d2t2+fsdp:d1", "rollout.engine_process=own") == []
+
+
+@pytest.mark.parametrize(("heads", "keys", "fits"), [(4, 2, {1, 2, 4}), (12, 4, {1, 2, 4, 12}), (14, 2, {1, 2, 14})])
+def test_an_engine_over_ranks_needs_a_model_that_can_be_cut(
+    heads: int, keys: int, fits: set[int], folder: Path, with_vllm: None
+) -> None:
+    """Whole heads for each rank; ranks beyond the heads of keys and values have copies of them."""
+    text = {"max_position_embeddings": 1024, "vocab_size": 500, "num_attention_heads": heads}
+    (folder / "model" / "config.json").write_text(json.dumps({**text, "num_key_value_heads": keys}))
+    for size in range(1, heads + 1):
+        allocation = f"vllm:d1t{size}+fsdp:d1"
+        if size in fits:
+            checked(allocation, "cluster.n_gpus_per_node=16")
+        else:
+            (problem,) = problems(allocation, "cluster.n_gpus_per_node=16")
+            assert f"engines of {size} ranks for a model of {heads} attention heads ({keys} of keys" in problem
