@@ -17,6 +17,8 @@ from pekoe.pipeline.messages import CheckEngine, CheckLogprobs, LogprobsChecked,
 
 logger = logging.getLogger(__name__)
 
+SHOWN_RANKS = 8
+
 
 @dataclass
 class StartCheck:
@@ -86,6 +88,12 @@ class StartCheck:
                     f"the engine of rank {rank} scores a completion otherwise than it has sampled it: log-probs must "
                     f"be of the full distribution at gconfig.temperature, whatever is cut or penalised. {error}"
                 ) from error
+        lacking = sorted(set(self.leaders) - set(self.by_engine))
+        if lacking:
+            ranks = ", ".join(map(str, lacking[:SHOWN_RANKS])) + (", …" if len(lacking) > SHOWN_RANKS else "")
+            logger.warning("not compared yet: engines of ranks %s, which are built anew", ranks)
+        if not self.by_engine:
+            return Gap()
         checks = {rank: message.check for rank, message in self.by_engine.items()}
         gap = self.limit.judge(self.version, self.by_trainer.check, checks)
         logger.info(

@@ -125,6 +125,27 @@ class Roles(World):
         return controller
 
 
+@pytest.mark.parametrize(("stand", "agree"), [((), False), ((2,), True)])
+def test_nobody_is_said_to_agree_who_was_not_compared(
+    stand: tuple[int, ...], agree: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines that have failed meanwhile are compared when they get weights."""
+    check = StartCheck(
+        World(config(), 12, 2, num_rollout=2).post, [0], (1, 2), GapLimit(0.1), 5.0, available=lambda: stand
+    )
+    check.version = 0
+    check.on_checked(0, LogprobsChecked(0, (-1.0, -2.0)))
+    assert check.is_over == (not stand)
+    for rank in stand:
+        check.on_checked(rank, Roles.by_engine)
+    assert check.is_over
+    with caplog.at_level("INFO", "pekoe.pipeline.control.start_check"):
+        check.judge()
+    assert ("agree at version 0" in caplog.text) is agree
+    lacking = ", ".join(str(rank) for rank in (1, 2) if rank not in stand)
+    assert f"not compared yet: engines of ranks {lacking}, which are built anew" in caplog.text
+
+
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_run_begins_when_engines_and_trainer_agree(colocated: bool) -> None:
     world = Roles(config(), 12, 2, num_rollout=2, colocated=colocated)
