@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from pekoe.launch.placement import Placement
     from pekoe.pipeline.config.run import RunConfig
 
-OWN_KEYS = ("allocation", "cluster", "rollout.max_slots", "rollout_array", "reward.processes")
+OWN_KEYS = (
+    "allocation", "cluster", "rollout.max_slots", "rollout.engine_process", "rollout_array", "reward.processes", "vllm",
+)  # fmt: skip
 """What an attached world may have otherwise than its run: where and how fast it samples, never what."""
 
 
@@ -114,7 +116,7 @@ def attached_config(run: RunDirectory, overrides: Sequence[str] = ()) -> tuple[R
     if not any(text.startswith("cluster.spare_nodes=") for text in overrides):
         config.cluster.spare_nodes = 0
     check_engines(placement)
-    check(config)
+    check(config, placement)
     return config, placement
 
 

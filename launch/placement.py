@@ -111,8 +111,8 @@ class Placement:
 
     @property
     def colocated(self) -> bool:
-        """Rollout runs on the actor's ranks."""
-        return self.rollout_ranks == self.actor.ranks
+        """Rollout runs on the actor's ranks; never so in an attached world."""
+        return any(part.role == "actor" and part.ranks == self.rollout_ranks for part in self.parts)
 
     @property
     def world_size(self) -> int:
