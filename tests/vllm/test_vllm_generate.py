@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from pekoe.pipeline.records import Finish
 from pekoe.pipeline.rollout.engine import EngineClosedError, EngineFailedError, Instance
@@ -169,6 +171,7 @@ def test_an_exception_in_a_step_fails_the_requests_and_another_engine_can_be_bui
     with pytest.raises(EngineFailedError):
         engine.pause()
     engine.close()
+    assert engine.gauges()["tokens"] >= goal, "what it has done is counted still"
     gc.collect()
     assert model() is None, "whoever keeps the error or the engine does not keep the weights"
     again = engines.build(engines.settings())
@@ -254,7 +257,7 @@ def test_a_default_group_of_somebody_else_is_refused(engines):
         torch.distributed.destroy_process_group()
 
 
-def test_a_failed_build_leaves_nothing_behind(engines, make_request):
+def test_a_failed_build_leaves_nothing_behind(engines, make_request, tmp_path):
     engines.close()
     with pytest.raises(ValueError, match=r"gconfig.max_tokens: 513; allowed: 2 to the model's 512 positions"):
         VllmEngine.build(engines.settings(context_limit=513), Instance())
@@ -273,6 +276,11 @@ def test_a_failed_build_leaves_nothing_behind(engines, make_request):
     narrow = engines.models.folder(head_dim=16)
     with pytest.raises(ValueError, match=r"rollout\.path: .* heads of size 16, .* on a cpu; allowed: 32, 64"):
         VllmEngine.build(engines.settings(narrow), Instance())
+    shutil.copytree(engines.models.folder(), tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 64)
+    with pytest.raises(SafetensorError):  # found when vLLM has made its groups
+        VllmEngine.build(engines.settings(tmp_path / "damaged"), Instance())
     assert not torch.distributed.is_initialized()
     engine = engines.build(engines.settings(extra={"max_num_batched_tokens": 32}))
     before = engine.gauges()["steps"]

@@ -163,7 +163,7 @@ def test_a_load_that_breaks_off_serves_nothing_until_a_full_one(vllm_models, eng
         assert engine.gauges()["tokens"] == sampled
         assert engine.gauges()["serving"] == 0
         assert engine.version == 0
-        engine.pause()
+        engine.pause(drain=True)  # what may not serve is not waited for
         engine.load_weights(weights.items(), 1)
 
     responses = engines.interrupted(engine, requests, 60, load)

@@ -89,6 +89,10 @@ class AdapterShelf:
         """What a request that is sampled by the adapter carries; None for the model itself."""
         return self._request(name, self._adapters[name]) if name else None
 
+    def close(self) -> None:
+        """Lets go of vLLM; names and versions can still be read."""
+        self._client = None
+
     def _request(self, name: str, adapter: Adapter, load_inplace: bool = False) -> Any:
         from vllm.lora.request import LoRARequest
 

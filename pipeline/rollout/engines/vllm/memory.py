@@ -42,6 +42,10 @@ class CacheMemory:
             storage.resize_(size)
             torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
 
+    def close(self) -> None:
+        """Lets go of everything."""
+        self._client, self._storages = None, []
+
 
 def tensors_of(caches: Any) -> list[torch.Tensor]:
     """All tensors in vLLM's list of caches, whose entries may be lists."""

@@ -66,6 +66,14 @@ def make_default_group(instance: Instance, device: str) -> None:
     dist.init_process_group(backend, store=store, rank=instance.rank, world_size=instance.size, timeout=GROUP_TIMEOUT)
 
 
+def forget_groups() -> None:
+    """Ends torch's default group and those that vLLM has made of it: the next engine would take them for its own."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
 @contextlib.contextmanager
 def process_kept() -> Iterator[None]:
     """While vLLM is built: it makes `torch.set_num_threads` do nothing, and seeds everybody's random numbers. This

@@ -30,7 +30,12 @@ from pekoe.pipeline.rollout.engines.vllm.commands import (
     Wake,
 )
 from pekoe.pipeline.rollout.engines.vllm.core_build import build_core, check_platform, model_runner
-from pekoe.pipeline.rollout.engines.vllm.process_setup import make_default_group, process_kept, set_environment
+from pekoe.pipeline.rollout.engines.vllm.process_setup import (
+    forget_groups,
+    make_default_group,
+    process_kept,
+    set_environment,
+)
 
 
 class VllmCore:
@@ -48,7 +53,7 @@ class VllmCore:
             with process_kept():
                 self._client = build_core(settings, instance)
         except BaseException:
-            torch.distributed.destroy_process_group()
+            forget_groups()
             raise
         from pekoe.pipeline.rollout.engines.vllm.memory import CacheMemory
         from pekoe.pipeline.rollout.engines.vllm.row_sampler import RowSampler
@@ -166,11 +171,12 @@ class VllmCore:
         self._memory.restore()
 
     def close(self) -> None:
-        """Gives memory, threads and torch's default group back."""
+        """Gives memory, threads and torch's default group back; what it has counted can still be read."""
         self._client.shutdown()
-        del self.model, self._client, self._sampler, self._loader, self._memory, self.adapters
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        self._memory.close()
+        self.adapters.close()
+        del self.model, self._client, self._sampler, self._loader
+        forget_groups()
 
     def _enter(self, row: BatchRow) -> None:
         from pekoe.pipeline.rollout.engines.vllm.core_requests import sampling_request

@@ -320,7 +320,7 @@ class VllmEngine:
                 if self._calls:
                     call = self._computing = self._calls.popleft()
                     return Turn((call.command,), step=False), call
-                if self._pause_wanted and not (self._draining and self._book.active):
+                if self._pause_wanted and (self._broken or not (self._draining and self._book.active)):
                     if not self._parked:
                         self._parked = True
                         self._condition.notify_all()
