@@ -16,6 +16,8 @@ import asyncio
 import gc
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 REASON_CHARACTERS = 2000
 COUNTERS = ("tokens", "prefilled_tokens")
 """Gauges that only grow, over all engines."""
+GONE_SECONDS, LOOK_SECONDS = 0.5, 0.02
+"""For whoever has a failed engine to drop it; one that is kept longer does not hold up the next one."""
 
 MakeEngine = Callable[[Callable[[BaseException], None]], InferenceEngine]
 """Builds an engine that calls what it is given, once, when it fails."""
@@ -89,6 +93,7 @@ class RestartingEngine:
                 with self._condition:
                     if self._is_closed or generation == self._generation:
                         raise
+            del engine  # who waits for the next one must not keep the weights of this one
 
     async def generate_once(self, request: GenerationRequest) -> Response:
         """Of the engine that serves now, or EngineFailedError: for who would rather not wait for the next one."""
@@ -273,27 +278,28 @@ class RestartingEngine:
         logger.error("the engine has failed and is built anew (%d of %d): %s", restarts, self._max_restarts, reason)
         self._tell(EngineFailed(reason, restarts))
         threading.Thread(
-            target=self._rebuild, args=(following, failed), name=f"engine-builder-{restarts}", daemon=True
+            target=self._rebuild, args=(following, [failed]), name=f"engine-builder-{restarts}", daemon=True
         ).start()
 
-    def _rebuild(self, generation: int, failed: InferenceEngine | None) -> None:
-        """The builder thread, of one engine."""
-        if failed is not None:
-            self._close_failed(failed)
-            failed = None
-        gc.collect()
+    def _rebuild(self, generation: int, failed: list[InferenceEngine | None]) -> None:
+        """The builder thread, of one engine. `failed` is emptied: the weights in it must be gone before others come."""
+        if (engine := failed.pop()) is not None:
+            self._close_failed(engine)
+            gone = weakref.ref(engine)
+            del engine
+            _collect(gone)
         with self._condition:
             self._condition.wait_for(lambda: self._is_closed or not self._is_asleep)
             if self._is_closed:
                 return
         try:
-            engine = self._make(lambda error: self._fail(generation, error))
-            engine.pause()
+            built = self._make(lambda error: self._fail(generation, error))
+            built.pause()
         except Exception as error:
             self._fail(generation, error)
             return
-        if not self._install(generation, engine):
-            engine.close()
+        if not self._install(generation, built):
+            built.close()
             return
         logger.warning("the engine stands again; it serves once it has the current weights")
         self._tell(EngineRestored())
@@ -313,11 +319,15 @@ class RestartingEngine:
             self._ask(generation, engine.sleep if sleeps else engine.wake)
 
     def _close_failed(self, failed: InferenceEngine) -> None:
+        """Closed even if it does not say what it has counted: the next one needs its place."""
         try:
             found = failed.gauges()
             with self._condition:
                 for name in COUNTERS:
                     self._counted[name] += found.get(name, 0.0)
+        except Exception:
+            logger.exception("the engine that has failed does not say what it has done")
+        try:
             failed.close()
         except Exception:
             logger.exception("the engine that has failed could not be closed")
@@ -341,6 +351,15 @@ class WatchedWeights:
         except BaseException:
             self.has_failed = True
             raise
+
+
+def _collect(engine: weakref.ref[InferenceEngine]) -> None:
+    """Returns when an engine that nobody needs is gone; requests that have just failed drop it within moments."""
+    deadline = time.monotonic() + GONE_SECONDS
+    gc.collect()
+    while engine() is not None and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        gc.collect()
 
 
 def _failed(error: BaseException) -> EngineFailedError:

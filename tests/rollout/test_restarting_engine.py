@@ -6,6 +6,7 @@ import asyncio
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,38 @@ def test_a_build_that_fails_counts_too(workshop: Any) -> None:
     assert not shop.fatal
 
 
+def test_a_failed_engine_is_gone_before_the_next_one_is_built(
+    workshop: Any, harness: Any, make_request: Any, prompts: Any
+) -> None:
+    """Its weights would be there twice; neither the builder nor a request that waits may keep them."""
+    shop = workshop(fail_at=(5,))
+    old = weakref.ref(shop.built[0])
+    shop.built.clear()
+    shop.may_build.clear()
+
+    async def work() -> None:
+        task = asyncio.ensure_future(shop.engine.generate(make_request(prompts[0], max_new_tokens=20)))
+        await asyncio.to_thread(wait_for, lambda: shop.num_asked == 2)
+        kept = old()
+        shop.fail_at = ()
+        shop.may_build.set()
+        await asyncio.to_thread(wait_for, lambda: EngineRestored() in shop.told)
+        await asyncio.to_thread(shop.load, shop.model, 1)
+        assert len((await task).tokens)
+        assert kept is None
+
+    harness.run(work())
+
+
+def test_a_failed_engine_is_closed_whatever_its_gauges_say(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = workshop()
+    monkeypatch.setattr(shop.built[0], "gauges", lambda: 1 / 0)
+    shop.engine._fail(0, RuntimeError("planted"))
+    wait_for(lambda: EngineRestored() in shop.told)
+    with pytest.raises(EngineClosedError):
+        shop.built[0].pause()
+
+
 def test_requests_can_be_cancelled_before_in_and_after_a_failure(
     workshop: Any, harness: Any, make_request: Any, prompts: Any
 ) -> None:
@@ -322,7 +355,7 @@ def test_closing_ends_those_that_wait_and_what_is_being_built(
     async def work() -> None:
         task = asyncio.ensure_future(shop.engine.generate(make_request(prompts[0], max_new_tokens=200)))
         shop.engine._fail(0, RuntimeError("planted"))
-        await asyncio.to_thread(wait_for, lambda: shop.engine.gauges()["waiting"] == 1)
+        await asyncio.to_thread(wait_for, lambda: shop.engine.gauges()["waiting"] == 1 and shop.num_asked == 2)
         shop.engine.close()
         with pytest.raises(EngineClosedError):
             await task
