@@ -19,7 +19,7 @@ MOST_OF_THE_HOST = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that an engine takes as it starts."""
+    """Bytes that one rank of an engine takes as it starts."""
 
     weights: int
     cache: int
@@ -30,12 +30,13 @@ class MemoryNeeds:
         return self.weights + self.cache
 
 
-def memory_needs(engine: str, settings: EngineSettings, device_bytes: int) -> MemoryNeeds:
-    """By the headers of the model's files and its `config.json`; `device_bytes` is all that the device has."""
+def memory_needs(engine: str, settings: EngineSettings, device_bytes: int, num_ranks: int = 1) -> MemoryNeeds:
+    """By the headers of the model's files and its `config.json`; `device_bytes` is all that the device has. Each of
+    `num_ranks` that make the engine together holds its part."""
     item = ITEM_BYTES.get(settings.dtype, 4)
     folder = Path(settings.path)
-    weights = num_parameters(folder) * item
-    token = cache_bytes_per_token(json.loads((folder / "config.json").read_text()), item)
+    weights = num_parameters(folder) * item // num_ranks
+    token = cache_bytes_per_token(json.loads((folder / "config.json").read_text()), item) // num_ranks
     options = settings.options
     if engine != "vllm" or options is None:
         return MemoryNeeds(weights, settings.context_limit * token)
@@ -65,13 +66,13 @@ def cache_bytes_per_token(config: dict[str, Any], item_bytes: int) -> int:
     return int(2 * config.get("num_hidden_layers", 0) * config.get("num_key_value_heads", heads) * size * item_bytes)
 
 
-def check_engine_memory(engine: str, settings: EngineSettings) -> None:
+def check_engine_memory(engine: str, settings: EngineSettings, num_ranks: int = 1) -> None:
     """ValueError, with the processes that hold the memory, when the engine does not fit into what is free."""
     if not (Path(settings.path) / "config.json").is_file():
         return
     device = choose(settings.device)
     free, total = device.room(settings.device_index)
-    needs = memory_needs(engine, settings, total)
+    needs = memory_needs(engine, settings, total, num_ranks)
     if needs.total <= free:
         return
     place = "the host" if settings.device == "cpu" else f"{settings.device} device {settings.device_index}"

@@ -55,7 +55,8 @@ def build_engine(
     is_colocated = "trainer" in context.ranks.roles_of(context.world.rank)
     if engine_process(context.config.rollout.engine_process, name, is_colocated) == "child":
         return build_child(context, name, settings, instance, on_failure)
-    check_engine_memory(name, settings)
+    context.device.empty_cache()  # of an engine that failed before: free to torch, but taken to whoever measures
+    check_engine_memory(name, settings, instance.size)
     engine: InferenceEngine = resolve(INFERENCE_ENGINES, name, "allocation").build(settings, instance, on_failure)
     return engine
 

@@ -40,6 +40,16 @@ def test_needs_follow_the_files_and_the_settings(tiny_model: Path) -> None:
     assert memory_needs("vllm", sized, 10 * GIBI).cache == 1.5 * GIBI
 
 
+def test_each_rank_of_an_engine_holds_its_part(tiny_model: Path) -> None:
+    """A model that is larger than a device is what several ranks are for."""
+    base = settings(str(tiny_model), context_limit=100, max_slots=8, options=VllmConfig())
+    alone, half = (memory_needs("vllm", base, 10 * GIBI, num_ranks) for num_ranks in (1, 2))
+    assert (half.weights, half.cache) == (alone.weights // 2, alone.cache // 2)
+    device = replace(base, device="cuda")
+    assert memory_needs("vllm", device, alone.weights).total > 0.9 * alone.weights
+    assert memory_needs("vllm", device, alone.weights, 2).total <= 0.9 * alone.weights
+
+
 def test_one_that_fits_is_let_through(tiny_model: Path) -> None:
     check_engine_memory("hf", settings(str(tiny_model)))
     check_engine_memory("hf", settings("no-such-folder"))
