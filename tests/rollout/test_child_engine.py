@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from child_worlds import alive, eventually, settings
 
+from pekoe.pipeline.framed_stream import frame
+from pekoe.pipeline.rollout.child.buckets import DeviceBucket, ReceivedBucket
 from pekoe.pipeline.rollout.child.child_engine import ChildEngine
 from pekoe.pipeline.rollout.child.nursery import EngineNursery
-from pekoe.pipeline.rollout.child.silence_watch import ChildLimits
+from pekoe.pipeline.rollout.child.silence_watch import ChildLimits, SilenceWatch
 from pekoe.pipeline.rollout.engine import EngineClosedError, EngineFailedError, GenerationRequest, Response
 
 ECHO = "child_worlds:EchoEngine"
@@ -309,3 +314,39 @@ def test_no_token_for_too_long_is_a_stall(build: Build) -> None:
     engine = build("busy", replace(LIMITS, progress=1), on_failure=lambda _: failed.set())
     assert failed.wait(6)
     assert "sampled no token for 1 s" in str(engine.failure)
+
+
+def test_a_process_that_breaks_says_why_in_its_log() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        host = subprocess.Popen(
+            [sys.executable, "-m", "pekoe.pipeline.rollout.child.host", str(os.getpid()), str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        ours.sendall(frame(b"no message"))
+        _, log = host.communicate(timeout=SECONDS)
+    assert host.returncode == 1
+    assert "UnpicklingError" in log
+
+
+def test_a_bucket_on_a_device_waits_for_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the one that is current in the thread at hand."""
+    waited: list[torch.device] = []
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(synchronize=waited.append))
+    bucket = DeviceBucket(64, device)
+    bucket._memory = torch.zeros(64, dtype=torch.uint8)
+    assert bucket.handle() == b""
+    received = ReceivedBucket(None)
+    received._memory = bucket._memory
+    received.used_up()
+    assert waited == [device, torch.device("cpu")]
+
+
+def test_a_process_that_still_imports_is_not_silent() -> None:
+    watch = SilenceWatch(ChildLimits(start=60, silence=0))
+    time.sleep(0.01)
+    assert watch.judge() == ""
+    watch.heard()
+    time.sleep(0.01)
+    assert watch.judge() == "was silent for 0 s"

@@ -116,10 +116,9 @@ class DeviceBucket:
 
     def handle(self) -> bytes:
         """What the other end needs to find a new bucket; empty when it has it. Everything queued is done then."""
-        torch.get_device_module(self._device).synchronize()
+        torch.get_device_module(self._device).synchronize(self._device)
         if not self._is_new:
             return b""
-
         self._is_new = False
         return bytes(ForkingPickler.dumps(self._memory))
 
@@ -155,7 +154,7 @@ class ReceivedBucket:
     def used_up(self) -> None:
         """Before the sender may write again: everything that reads the bucket is done."""
         if self._memory is not None:
-            torch.get_device_module(self._memory.device).synchronize()
+            torch.get_device_module(self._memory.device).synchronize(self._memory.device)
 
     def rest(self) -> None:
         """Between two loads; the sender frees a device bucket only after this."""

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -170,13 +171,15 @@ class EngineHost:
 
 
 def serve(channel: socket.socket, descriptors: Sequence[int]) -> None:
-    """Never returns: the process ends with all that it has started."""
+    """Never returns: the process ends with all that it has started, after a failure with its traceback in the log."""
     try:
         asyncio.run(_serve(channel, descriptors))
-    finally:
+    except BaseException:
+        traceback.print_exc()
         sys.stderr.flush()
         kill_descendants()
-        os._exit(0 if sys.exc_info()[0] is None else 1)
+        os._exit(1)
+    os._exit(0)
 
 
 async def _serve(channel: socket.socket, descriptors: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ class ChildLimits:
     bucket: float = 120.0
     """A bucket of weights is read, and the load ends after the last one."""
     silence: float = 60.0
-    """Without a word of the process, which reports its gauges all the time."""
+    """Without a word of the process, which reports its gauges all the time once it has imported what it needs."""
     progress: float = 1800.0
     """Without a token while there are sequences to decode."""
     close: float = 10.0
@@ -34,10 +34,11 @@ class SilenceWatch:
         self._limits = limits
         self._heard = self._moved = time.monotonic()
         self._counter = -1.0
+        self._has_spoken = False
 
     def heard(self, gauges: Mapping[str, float] | None = None) -> None:
         """A word of the process, perhaps with its gauges."""
-        self._heard = time.monotonic()
+        self._heard, self._has_spoken = time.monotonic(), True
         if gauges is None:
             return
         counter = gauges.get("tokens", 0.0) + gauges.get("prefilled_tokens", 0.0)
@@ -48,8 +49,9 @@ class SilenceWatch:
     def judge(self) -> str:
         """Why the process counts as stuck; empty when it does not."""
         now = time.monotonic()
-        if now - self._heard > self._limits.silence:
-            return f"was silent for {self._limits.silence:g} s"
+        limit = self._limits.silence if self._has_spoken else self._limits.start
+        if now - self._heard > limit:
+            return f"was silent for {limit:g} s"
         if self._heard - self._moved > self._limits.progress:
             return f"sampled no token for {self._limits.progress:g} s with sequences under way"
         return ""
