@@ -191,6 +191,7 @@ def test_engines_that_start_together_do_not_meet_and_a_killed_rank_takes_its_own
     try:
         for one in made:
             one.await_build()
+        assert segments() <= before, "a name that is there could be left there"
         answers = [one.leader.ask("generate", requests=requests()) for one in made]
         assert answers[0] == answers[1]
         children = [

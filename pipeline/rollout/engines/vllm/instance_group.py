@@ -42,3 +42,16 @@ def forget_shared_memory(name: str) -> None:
     process, however that ends."""
     for segment in SHARED_MEMORY.glob(f"{name}*"):
         segment.unlink(missing_ok=True)
+    forget_queues()
+
+
+def forget_queues() -> None:
+    """The same for the queue of messages that vLLM's groups share, made by their first ranks (24 MiB). It is there when
+    all ranks have it; left to vLLM, it stays behind when a rank is killed together with its children."""
+    from vllm.distributed import parallel_state
+
+    for group in [reference() for reference in parallel_state._groups.values()]:
+        buffer = getattr(getattr(group, "mq_broadcaster", None), "buffer", None)
+        if buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False
