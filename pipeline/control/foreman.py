@@ -260,7 +260,7 @@ class Foreman:
         for rank in (member for leader in ranks for member in self._engine_ranks(leader)):
             self.parts.post.send(rank, PrepareWeights(version, self.epoch, tuple(ranks), token, ()))
         ranks = self._await_ranks(ranks, self.ready, "engines to stop at a token", self.parts.ready_seconds)
-        for rank in ranks:
+        for rank in (member for leader in ranks for member in self._engine_ranks(leader)):
             self.parts.post.send(rank, LoadWeights(version, self.epoch))
         self._await_ranks(ranks, self.answers, f"version {version} to be loaded", self.parts.load_seconds)
         loaded = [rank for rank, answer in self.answers.items() if not answer.error and not self.loads[rank].is_down]

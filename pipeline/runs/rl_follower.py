@@ -1,8 +1,8 @@
 """A rollout rank that lends its device to an engine led by another rank (tensor parallelism).
 
-    rollout thread   says Hello; PrepareWeights: this rank joins the transfer, answers WeightsReady, waits for the load,
-                     answers WeightsLoaded; StopRollout: waits until the leader has closed the engine
-    overlap only     a thread receives the version beside decoding, into a second copy, as the leader does
+    rollout thread   says Hello; PrepareWeights: answers WeightsReady, waits for the load, answers WeightsLoaded;
+                     StopRollout: waits until the leader has closed the engine
+    overlap only     LoadWeights: a thread receives the version beside decoding, into a second copy, as the leader does
     engine thread    waits for the leader's turns without limit; a Load among them takes the tensors from this rank's
                      own receiver, so that weights come straight to where they are used
 
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from pekoe.pipeline.messages import (
-    Follow,
     Hello,
     Inbox,
     LoadWeights,
@@ -34,6 +33,7 @@ from pekoe.pipeline.registry import INFERENCE_ENGINES, resolve
 from pekoe.pipeline.reward.pool import RewardPool
 from pekoe.pipeline.rollout.engine import Instance
 from pekoe.pipeline.rollout.staged_weights import StagedWeights
+from pekoe.pipeline.rollout.weight_intake import ERROR_CHARACTERS
 from pekoe.pipeline.runs.context import HEAD, RunContext
 from pekoe.pipeline.runs.engine_instance import join_instance
 from pekoe.pipeline.runs.engine_setup import engine_settings
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INBOX_KINDS: tuple[type[Message], ...] = (Follow, PrepareWeights, LoadWeights, StopRollout)
+INBOX_KINDS: tuple[type[Message], ...] = (PrepareWeights, LoadWeights, StopRollout)
 STOP_SECONDS = 30.0
 """How long the leader has to close the engine once the run is over."""
 
@@ -102,7 +102,7 @@ class LentWeights:
     """Lets the engine's thread wait until this rank has joined the transfer that the leader already loads from."""
 
     def __init__(self, receiver: WeightReceiver, limit_seconds: float, *, overlap: bool = False) -> None:
-        """`overlap`: a version is received once it is prepared, beside decoding, and kept until it is loaded."""
+        """`overlap`: a version is received beside decoding, from `begin` on, and kept until it is loaded."""
         self._receiver = receiver
         self._limit_seconds = limit_seconds
         self._overlap = overlap
@@ -122,10 +122,16 @@ class LentWeights:
             self._stager.join()
         self._receiver.prepare(message)
         with self._changed:
-            self._prepared, self._staged_message, self._error = message, None, None
+            self._prepared, self._staged_message, self._error, self._loaded = message, None, None, -1
             self._changed.notify_all()
-        if self._overlap:
-            self._stager = threading.Thread(target=self._stage, args=(message,), name="lent-weights", daemon=True)
+
+    def begin(self, message: LoadWeights) -> None:
+        """All members of the transfer are ready. Without overlap the leader's Load says when to receive."""
+        prepared = self._prepared
+        if not self._overlap or prepared is None:
+            return
+        if (prepared.version, prepared.epoch) == (message.version, message.epoch):
+            self._stager = threading.Thread(target=self._stage, args=(prepared,), name="lent-weights", daemon=True)
             self._stager.start()
 
     def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,10 +148,14 @@ class LentWeights:
             self._loaded = version
             self._changed.notify_all()
 
-    def await_load(self, version: int, seconds: float) -> bool:
-        """Until the engine's thread has taken every tensor of the version; False after so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._loaded == version, seconds)
+    def is_loaded(self, version: int) -> bool:
+        """Whether the engine's thread has taken every tensor of the version."""
+        return self._loaded == version
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the version that was begun did not arrive (overlap only); the engine decodes on without it."""
+        return self._error
 
     def _received(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         try:
@@ -180,7 +190,8 @@ class LentWeights:
 
 
 class FollowerLoop:
-    """The head's messages in, answers about weights out. A load that fails never comes back here: it ends the world."""
+    """The head's messages in, answers about weights out. A load that fails in the engine never comes back here: it ends
+    the world."""
 
     def __init__(
         self,
@@ -209,18 +220,23 @@ class FollowerLoop:
                 continue
             if isinstance(message, StopRollout):
                 return message.reason
-            if isinstance(message, PrepareWeights):
+            if isinstance(message, LoadWeights):
+                self._weights.begin(message)
+            elif isinstance(message, PrepareWeights):
                 self._began = time.monotonic()
                 self._weights.prepare(message)
                 self._under_way = message
                 self._post.send(HEAD, WeightsReady(message.version, message.epoch))
 
     def _confirm(self) -> None:
-        """Tells the head once the version is loaded. The leader alone compares log-probs: they come from all ranks."""
-        message = self._under_way
+        """Tells the head once the version is loaded, or has not come. The leader alone compares log-probs: they come
+        from all ranks."""
+        message, failure = self._under_way, self._weights.failure
         assert message is not None
-        if not self._weights.await_load(message.version, 0.0):
+        if self._weights.is_loaded(message.version):
+            self._set_version(message.version)
+        elif failure is None:
             return
         self._under_way = None
-        self._set_version(message.version)
-        self._post.send(HEAD, WeightsLoaded(message.version, time.monotonic() - self._began))
+        error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:ERROR_CHARACTERS]
+        self._post.send(HEAD, WeightsLoaded(message.version, time.monotonic() - self._began, error=error))

@@ -495,7 +495,7 @@ def test_a_rank_that_lends_its_device_hears_of_weights_and_of_the_end_alone() ->
     made.turn()
     ranks.inbox.put((1, WeightsLoaded(2, 0.1)))
     made.turn()
-    assert [type(message) for to, message in ranks.sent if to == 1] == [PrepareWeights]
+    assert [type(message) for to, message in ranks.sent if to == 1] == [PrepareWeights, LoadWeights]
     assert made.loaded == (0, 2, "t")
     assert {to for to, _ in ranks.of(Assign)} == {0}
     files.state = State(weights=Weights(2), outcome="finished")

@@ -76,6 +76,9 @@ class Transfer:
     def prepare(self, version: int, epoch: int = 0) -> None:
         self.head.tell(PrepareWeights(version, epoch, (0, 1), self.token, ()))
 
+    def load(self, version: int, epoch: int = 0) -> None:
+        self.head.tell(LoadWeights(version, epoch))
+
     def close(self) -> None:
         self.head.tell(StopRollout("finished"))
         self.thread.join(SECONDS)
@@ -117,6 +120,7 @@ def test_a_load_of_the_leader_waits_for_the_heads_word(transfer: Transfer) -> No
     assert engine.is_alive()
     transfer.publish(3)
     transfer.prepare(3)
+    transfer.load(3)
     assert transfer.head.heard.get(timeout=SECONDS) == WeightsReady(3, 0)
     assert engine.result()["a"].tolist() == torch.full((3, 4), 3.0).tolist()
     loaded = transfer.head.heard.get(timeout=SECONDS)
@@ -129,7 +133,7 @@ def test_nothing_is_confirmed_before_the_engine_has_taken_it(transfer: Transfer)
     for version in (1, 2):
         transfer.publish(version)
         transfer.prepare(version)
-        transfer.head.tell(LoadWeights(version, 0))
+        transfer.load(version)
         assert transfer.head.heard.get(timeout=SECONDS) == WeightsReady(version, 0)
         time.sleep(0.1)
         assert transfer.head.heard.empty()
@@ -138,6 +142,18 @@ def test_nothing_is_confirmed_before_the_engine_has_taken_it(transfer: Transfer)
         assert isinstance(loaded, WeightsLoaded)
         assert loaded.version == version
     assert transfer.versions == [1, 2]
+
+
+def test_a_version_that_comes_again_is_confirmed_again(transfer: Transfer) -> None:
+    transfer.publish(1)
+    for _ in range(2):
+        transfer.prepare(1)
+        transfer.load(1)
+        assert transfer.head.heard.get(timeout=SECONDS) == WeightsReady(1, 0)
+        time.sleep(0.1)
+        assert transfer.head.heard.empty()
+        Engine(transfer, 1).result()
+        assert isinstance(transfer.head.heard.get(timeout=SECONDS), WeightsLoaded)
 
 
 def test_a_version_that_never_comes_is_an_error(tmp_path: Path) -> None:
@@ -150,13 +166,35 @@ def test_a_version_that_never_comes_is_an_error(tmp_path: Path) -> None:
     transfer.close()
 
 
-def test_a_transfer_that_breaks_beside_decoding_is_forgotten_with_the_next(tmp_path: Path) -> None:
+def test_beside_decoding_nothing_is_received_before_all_members_are_ready(tmp_path: Path) -> None:
+    """A receiver's limits count from there, and the membership may change until then."""
     transfer = Transfer(tmp_path, overlap=True)
     transfer.prepare(5)
     assert transfer.head.heard.get(timeout=SECONDS) == WeightsReady(5, 0)
+    transfer.load(4)
+    transfer.load(5, epoch=1)
     time.sleep(0.1)
+    assert transfer.lent._stager is None
+    transfer.publish(5)
+    transfer.load(5)
+    assert Engine(transfer, 5).result()["a"][0, 0].item() == 5.0
+    transfer.close()
+
+
+def test_a_transfer_that_breaks_beside_decoding_is_told_and_forgotten_with_the_next(tmp_path: Path) -> None:
+    transfer = Transfer(tmp_path, overlap=True)
+    transfer.prepare(5)
+    assert transfer.head.heard.get(timeout=SECONDS) == WeightsReady(5, 0)
+    transfer.load(5)
+    told = transfer.head.heard.get(timeout=SECONDS)
+    assert isinstance(told, WeightsLoaded)
+    assert (told.version, bool(told.error)) == (5, True)
     transfer.publish(6)
     transfer.prepare(6, epoch=1)
+    transfer.load(6, epoch=1)
     assert transfer.head.heard.get(timeout=SECONDS) == WeightsReady(6, 1)
     assert Engine(transfer, 6).result()["a"][0, 0].item() == 6.0
+    loaded = transfer.head.heard.get(timeout=SECONDS)
+    assert isinstance(loaded, WeightsLoaded)
+    assert (loaded.version, loaded.error) == (6, "")
     transfer.close()
