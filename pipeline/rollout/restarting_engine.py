@@ -57,8 +57,10 @@ class RestartingEngine:
 
     def __init__(
         self, make: MakeEngine, *, max_restarts: int, tell: Callable[[EngineFailed | EngineRestored], None],
-        fatal: Callable[[BaseException], None],
+        fatal: Callable[[BaseException], None], limit: str = "",
     ) -> None:  # fmt: skip
+        """`limit`: why there is no other engine, for the message to `fatal`; empty: the configured number."""
+        self._limit = limit or f"rollout.max_engine_restarts is {max_restarts}"
         self._make, self._max_restarts, self._tell, self._fatal = make, max_restarts, tell, fatal
         self._condition = threading.Condition()
         self._generation = 0
@@ -270,7 +272,8 @@ class RestartingEngine:
             restarts, following = self._restarts, self._generation
         reason = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
         if restarts > self._max_restarts:
-            text = f"the engine has failed {restarts} times (rollout.max_engine_restarts is {self._max_restarts})"
+            times = "once" if restarts == 1 else f"{restarts} times"
+            text = f"the engine has failed {times} ({self._limit})"
             final = EngineFailedError(f"{text}: {reason}")
             final.__cause__ = error
             self._fatal(final)

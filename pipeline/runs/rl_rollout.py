@@ -101,9 +101,11 @@ def restarting_engine(context: RunContext, instance: Instance, inbox: Inbox) -> 
         with context.building:
             return build_engine(context, instance, on_failure)
 
+    is_alone = instance.size == 1
     return RestartingEngine(
         make,
-        max_restarts=config.rollout.max_engine_restarts if instance.size == 1 else 0,
+        max_restarts=config.rollout.max_engine_restarts if is_alone else 0,
+        limit="" if is_alone else f"one over {instance.size} ranks is not built anew within an attempt",
         tell=lambda message: inbox.put((world.rank, message)),
         fatal=lambda error: world.abort(error, "engine"),
     )

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,19 @@ def test_over_the_bound_it_is_fatal_and_names_the_cause(
     assert str(error.__cause__) == "planted in the engine"
     assert [m.restarts for m in shop.told if isinstance(m, EngineFailed)] == [1, 2]
     assert len(shop.built) == 3
+
+
+def test_an_engine_that_is_never_built_anew_says_why() -> None:
+    fatal: list[BaseException] = []
+    hooks: list[Callable[[BaseException], None]] = []
+
+    def make(on_failure: Callable[[BaseException], None]) -> Any:
+        hooks.append(on_failure)
+        return SimpleNamespace(close=lambda: None)
+
+    RestartingEngine(make, max_restarts=0, tell=fatal.append, fatal=fatal.append, limit="one over 2 ranks is not")
+    hooks[0](RuntimeError("planted"))
+    assert str(fatal[0]) == "the engine has failed once (one over 2 ranks is not): RuntimeError: planted"
 
 
 def test_a_build_that_fails_counts_too(workshop: Any) -> None:
