@@ -289,9 +289,12 @@ def test_a_failed_build_leaves_nothing_behind(engines, make_request, tmp_path):
 
 
 def test_the_trainers_variables_and_the_network_are_not_looked_at(engines, vllm_models):
-    """An engine is built and serves with the trainer's RANK and WORLD_SIZE around it and no socket to be had."""
+    """An engine is built and serves with the trainer's RANK and WORLD_SIZE around it and no socket to be had. In the log
+    of its rank it says nothing but where its memory is."""
     program = (
-        "import asyncio, socket, sys, os\n"
+        "import asyncio, logging, socket, sys, os\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "logging.captureWarnings(True)\n"
         "from pekoe.pipeline.rollout.engine import *\n"
         "from pekoe.pipeline.rollout.engines.vllm.vllm_engine import VllmEngine\n"
         "def refuse(*_): raise OSError('no network here')\n"
@@ -309,7 +312,8 @@ def test_the_trainers_variables_and_the_network_are_not_looked_at(engines, vllm_
         [sys.executable, "-c", program, str(vllm_models.folder())],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert "TOKENS 5" in found.stdout, found.stderr[-2000:]
+    assert found.stdout == "TOKENS 5\n", found.stderr[-2000:]
+    assert not [line for line in found.stderr.splitlines() if "NUMA binding" not in line], found.stderr
     assert found.returncode == 0
 
 

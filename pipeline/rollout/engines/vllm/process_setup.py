@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -43,10 +45,21 @@ def set_environment() -> None:
     """Before the first import of vllm."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    _be_quiet(os.environ["VLLM_LOGGING_LEVEL"])
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
         raise ValueError(
             "VLLM_ENABLE_V1_MULTIPROCESSING: is set to 1; allowed: 0, the engine runs in its rank's process"
         )
+
+
+def _be_quiet(level: str) -> None:
+    """What vLLM and torch say while vLLM is imported, before it has read the level, is nothing that a user can change;
+    a log may be the terminal."""
+    for name in ("vllm", "torch._library.triton"):
+        logging.getLogger(name).setLevel(level)
+    if not logging.getLogger("vllm").isEnabledFor(logging.WARNING):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"vllm\.")
 
 
 def make_default_group(instance: Instance, device: str) -> None:
