@@ -6,7 +6,7 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
     head  -> rollout   Assign, AssignEvaluation, Flush, Cancel, PrepareWeights, LoadWeights, Phase, Wake, StopRollout
     rollout -> head    Hello, Finished, Published, Rejected, Evaluated, WeightsReady, WeightsLoaded, PhaseReached
     rollout -> head    DiskRefused, EngineFailed, EngineRestored, LogprobsChecked
-    rollout -> rollout HandedOver
+    rollout -> rollout HandedOver, Endpoint (the first rank of an engine to its others)
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
     head  -> trainer   CheckLogprobs
     head  -> rollout   CheckEngine
@@ -40,7 +40,8 @@ class Hello(Message, frozen=True):
 
 
 class Endpoint(Message, frozen=True):
-    """The owner of a named meeting point has bound its port (trainer rank 0 tells the other trainer ranks)."""
+    """The owner of a named meeting point has bound its port: trainer rank 0 tells the other trainer ranks, the first
+    rank of an engine its others."""
 
     name: str
     address: str

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from pekoe.pipeline import complete_folder, files
 from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
 from pekoe.pipeline.algorithm.normalise import normalise_tokens
 from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
-from pekoe.pipeline.messages import Endpoint, Hello, Inbox, PublishWeights, TensorSpec
+from pekoe.pipeline.messages import Hello, Inbox, PublishWeights, TensorSpec
 from pekoe.pipeline.records import PackedBatch, RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
+from pekoe.pipeline.runs.rank_store import meet
 from pekoe.pipeline.runs.transports import shared_setup, transport_setup
 from pekoe.pipeline.train.checkpoint import ENGINE, LATE_SECONDS, Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
@@ -130,30 +131,15 @@ def build_learner(
 
 
 def form_trainer_group(context: RunContext) -> None:
-    """Trainer ranks alone form torch's default group: the first binds the port itself and tells the others."""
+    """Trainer ranks alone form torch's default group."""
     world, ranks = context.world, context.ranks.trainer_ranks
-    limit = timedelta(seconds=context.config.cluster.setup_seconds)
-    inbox = world.post.inbox(Endpoint)
-    if context.is_head:
-        owner, address = world.listen()
-        host, _, port = address.rpartition(":")
-        store = TCPStore(
-            host, int(port), len(ranks), is_master=True, timeout=limit, wait_for_workers=False,
-            master_listen_fd=owner.detach(),
-        )  # fmt: skip
-        for rank in ranks[1:]:
-            world.post.send(rank, Endpoint("trainers", address))
-    else:
-        _, message = inbox.get(timeout=limit.total_seconds())
-        assert isinstance(message, Endpoint)
-        host, _, port = message.address.rpartition(":")
-        store = TCPStore(host, int(port), len(ranks), is_master=False, timeout=limit)
+    store = meet(context, ranks, "trainers")
     dist.init_process_group(
         context.device.process_group_backend,
         store=PrefixStore(f"{context.run.path}/{world.attempt}", store),
         rank=ranks.index(world.rank),
         world_size=len(ranks),
-        timeout=limit,
+        timeout=timedelta(seconds=context.config.cluster.setup_seconds),
     )
 
 
