@@ -289,8 +289,8 @@ def test_a_failed_build_leaves_nothing_behind(engines, make_request, tmp_path):
 
 
 def test_the_trainers_variables_and_the_network_are_not_looked_at(engines, vllm_models):
-    """An engine is built and serves with the trainer's RANK and WORLD_SIZE around it and no socket to be had. In the log
-    of its rank it says nothing but where its memory is."""
+    """An engine is built and serves with the trainer's RANK and WORLD_SIZE around it and no socket to be had. In the
+    log of its rank it says nothing but where its memory is."""
     program = (
         "import asyncio, logging, socket, sys, os\n"
         "logging.basicConfig(level=logging.INFO)\n"
