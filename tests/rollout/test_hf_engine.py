@@ -160,6 +160,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(models, harness):
     ("fields", "message"),
     [
         ({"tokens": ()}, "prompt is empty"),
+        ({"adapter": "style"}, "request.adapter: .style. is not loaded; allowed: none is"),
         ({"tokens": (1, 96)}, "id 96 is not in the vocabulary; allowed: 0 to 95"),
         ({"tokens": (-1, 3)}, "id -1 is not in the vocabulary"),
         ({"temperature": 0.0}, "gconfig.temperature: 0.0"),

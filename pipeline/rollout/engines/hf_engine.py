@@ -13,9 +13,8 @@ The engine thread waits, without using the CPU, for requests that may run, and w
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +34,10 @@ from pekoe.pipeline.rollout.engine import (
 )
 from pekoe.pipeline.rollout.engines.answer import deliver
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
+from pekoe.pipeline.rollout.engines.request_check import RequestCheck
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
 from pekoe.pipeline.rollout.engines.served_model import ServedModel
 from pekoe.pipeline.rollout.engines.stop_check import StopCheck, end_token_ids
-from pekoe.pipeline.rollout.engines.token_sampler import check_sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,11 +74,14 @@ class HfEngine:
         positions = self._model.num_positions
         if context_limit < 2 or (positions is not None and context_limit > positions):
             raise ValueError(f"gconfig.max_tokens: {context_limit}; allowed: 2 to the model's {positions} positions")
-        self._context_limit = context_limit
         self._max_slots = max_slots
         self._deterministic = deterministic
-        self._end_ids = end_token_ids(self._model.model, tokenizer)
-        self._tokenizer = None if tokenizer is None else copy.deepcopy(tokenizer)
+        self._requests = RequestCheck(
+            vocabulary=self._model.vocabulary,
+            context_limit=context_limit,
+            end_ids=end_token_ids(self._model.model, tokenizer),
+            tokenizer=tokenizer,
+        )
         self._decoder = BatchDecoder(
             self._model,
             max_slots=max_slots,
@@ -207,29 +209,10 @@ class HfEngine:
 
     def _check(self, request: GenerationRequest) -> StopCheck:
         """How the request ends; ValueError when it cannot be served."""
-        sampling = request.sampling
-        check_sampling(sampling, self._model.vocabulary)
-        if not request.tokens:
-            raise ValueError("request.tokens: the prompt is empty; allowed: at least one token")
-        last = self._model.vocabulary - 1
-        for token in (min(request.tokens), max(request.tokens)):
-            if not 0 <= token <= last:
-                raise ValueError(f"request.tokens: id {token} is not in the vocabulary; allowed: 0 to {last}")
-        if request.seed < 0:
-            raise ValueError(f"request.seed: {request.seed}; allowed: 0 or more")
         if self._deterministic and not 1 <= request.group_size <= self._max_slots:
             allowed = f"1 to rollout.max_slots ({self._max_slots})"
             raise ValueError(f"gconfig.n_samples: a deterministic group of {request.group_size}; allowed: {allowed}")
-        room = min(sampling.max_new_tokens, self._context_limit - len(request.tokens))
-        ids = (frozenset() if sampling.ignore_eos else self._end_ids).union(sampling.stop_token_ids)
-        decode = None if self._tokenizer is None else self._decode_text
-        return StopCheck(ids, sampling.stop, sampling.min_new_tokens, room, decode)
-
-    def _decode_text(self, tokens: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return self._requests.stop_check(request)
 
     def _cancel(self, sequence: SequenceState) -> None:
         with self._condition:

@@ -15,12 +15,11 @@ ends is decided by the same code as in the hf engine.
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +39,8 @@ from pekoe.pipeline.rollout.engine import (
     Response,
 )
 from pekoe.pipeline.rollout.engines.answer import deliver
+from pekoe.pipeline.rollout.engines.request_check import RequestCheck
 from pekoe.pipeline.rollout.engines.sequence_state import SequenceState
-from pekoe.pipeline.rollout.engines.stop_check import StopCheck
-from pekoe.pipeline.rollout.engines.token_sampler import check_sampling
 from pekoe.pipeline.rollout.engines.vllm.adapters import check_adapter
 from pekoe.pipeline.rollout.engines.vllm.checkpoint_names import CheckpointNames
 from pekoe.pipeline.rollout.engines.vllm.commands import Command, Load, LoadAdapter, Score, Sleep, Stop, Turn, Wake
@@ -96,7 +94,12 @@ class VllmEngine:
         if settings.context_limit < 2 or (positions is not None and settings.context_limit > positions):
             allowed = f"2 to the model's {positions} positions"
             raise ValueError(f"gconfig.max_tokens: {settings.context_limit}; allowed: {allowed}")
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._requests = RequestCheck(
+            vocabulary=self._names.vocabulary,
+            context_limit=settings.context_limit,
+            end_ids=self._names.end_ids,
+            tokenizer=tokenizer,
+        )
         self._condition = threading.Condition()
         self._book = RequestBook(settings.max_slots, settings.deterministic)
         self._calls: deque[Call] = deque()
@@ -138,7 +141,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Response:
         """See the protocol. EngineFailedError, EngineClosedError, or ValueError when it cannot be served."""
-        stop = self._check(request)
+        stop = self._requests.stop_check(request, self._adapter_names())
         if stop.max_new <= 0:
             return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), Finish.LENGTH)
         loop = asyncio.get_running_loop()
@@ -228,34 +231,8 @@ class VllmEngine:
             self._condition.notify_all()
         self._thread.join()
 
-    def _check(self, request: GenerationRequest) -> StopCheck:
-        """How the request ends; ValueError when it cannot be served."""
-        sampling = request.sampling
-        check_sampling(sampling, self._names.vocabulary)
-        if not request.tokens:
-            raise ValueError("request.tokens: the prompt is empty; allowed: at least one token")
-        last = self._names.vocabulary - 1
-        for token in (min(request.tokens), max(request.tokens)):
-            if not 0 <= token <= last:
-                raise ValueError(f"request.tokens: id {token} is not in the vocabulary; allowed: 0 to {last}")
-        if request.seed < 0:
-            raise ValueError(f"request.seed: {request.seed}; allowed: 0 or more")
-        if request.adapter and request.adapter not in self._adapter_names():
-            allowed = ", ".join(self._adapter_names()) or "none is"
-            raise ValueError(f"request.adapter: {request.adapter!r} is not loaded; allowed: {allowed}")
-        room = min(sampling.max_new_tokens, self._settings.context_limit - len(request.tokens))
-        ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ids |= self._names.end_ids
-        return StopCheck(ids, sampling.stop, sampling.min_new_tokens, room, self._decode_text)
-
     def _adapter_names(self) -> list[str]:
         return [] if self._core is None else self._core.adapters.names
-
-    def _decode_text(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
 
     def _call(self, verb: str, command: Command, weights: Weights | None = None) -> Any:
         call = Call(command, weights)
