@@ -25,11 +25,11 @@ def check_engine(
     free = dataclasses.replace(
         sampling, max_new_tokens=COMPLETION_LENGTH, min_new_tokens=0, ignore_eos=True, stop=(), stop_token_ids=()
     )
-    prompt = tuple(sequences[0][:PROMPT_LENGTH])
+    prompt = tuple(sequences[0][: min(PROMPT_LENGTH, len(sequences[0]) - 1)])
     answer = asyncio.run((generate or engine.generate)(GenerationRequest(prompt, free)))
     if not len(answer.tokens):
         raise RuntimeError(
-            f"the engine has no room to sample after {PROMPT_LENGTH} tokens (gconfig.max_tokens), or samples nothing"
+            f"the engine has no room to sample after {len(prompt)} tokens (gconfig.max_tokens), or samples nothing"
         )
     ids = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
     completion = np.concatenate([np.asarray(prompt, dtype=np.int32), answer.tokens])

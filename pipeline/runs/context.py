@@ -192,7 +192,8 @@ def model_facts(path: str) -> dict[str, Any]:
 
 
 def check_sequences(config: RunConfig) -> list[list[int]]:
-    """Fixed token sequences on which engines and trainer compare log-probs after each update."""
+    """Fixed token sequences on which engines and trainer compare log-probs after each update, within the context."""
     rng = np.random.Generator(np.random.Philox(config.seed))
     size = int(model_facts(config.actor.path)["vocab_size"])
-    return [rng.integers(0, size, CHECK_LENGTH).tolist() for _ in range(NUM_CHECK_SEQUENCES)]
+    length = min(CHECK_LENGTH, sequence_limit(config))
+    return [rng.integers(0, size, length).tolist() for _ in range(NUM_CHECK_SEQUENCES)]

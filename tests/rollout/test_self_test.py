@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pekoe.pipeline.config.load import from_yaml_text
 from pekoe.pipeline.rollout.engine import SamplingParameters
 from pekoe.pipeline.rollout.engines.token_sampler import TokenSampler
-from pekoe.pipeline.rollout.self_test import COMPLETION_LENGTH, check_engine
+from pekoe.pipeline.rollout.self_test import COMPLETION_LENGTH, PROMPT_LENGTH, check_engine
+from pekoe.pipeline.runs.context import check_sequences
 
 HARD = {
     "top_p": 0.7, "top_k": 9, "frequency_penalty": 1.0, "logit_bias": ((4, 3.0), (5, -100.0)), "min_new_tokens": 5,
@@ -28,6 +30,17 @@ def test_sampled_equals_scored_equals_a_plain_forward_pass(models, harness, prom
     np.testing.assert_allclose(found.sampled, found.scored, atol=1e-5)
     assert found.version == 7
     assert engine.gauges()["serving"] == 1
+
+
+@pytest.mark.parametrize("limit", [3, 9])
+def test_a_context_that_is_shorter_than_the_check_is_kept_to(models, harness, tiny_model, sums, limit):
+    overrides = [f"actor.path={tiny_model}", f"train_dataset.path={sums}", f"gconfig.max_tokens={limit}"]
+    sequences = check_sequences(from_yaml_text("", overrides))
+    assert {len(sequence) for sequence in sequences} == {limit}
+    engine = harness.engine(models.build(), context_limit=limit)
+    found = check_engine(engine, 0, sequences, SamplingParameters())
+    assert len(found.sampled) == max(1, limit - PROMPT_LENGTH)
+    np.testing.assert_allclose(found.sampled, found.scored, atol=1e-5)
 
 
 def test_logprobs_of_the_cut_distribution_are_found_out(models, harness, prompts, monkeypatch):
