@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from pekoe.pipeline.config.engine_checks import GET_VLLM
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.rollout.engine import Instance
 
@@ -35,10 +36,7 @@ ENVIRONMENT = {
 def check_installed() -> None:
     """ValueError that says how to get vLLM, where it is not there."""
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError(
-            "rollout.backend: vllm is chosen but not installed here; allowed: hf, or install it: pip install "
-            "'pekoe[vllm]' (on a machine without accelerator: scripts/setup_venv.sh vllm)"
-        )
+        raise ValueError(f"rollout.backend: needs vLLM, which is not installed here: {GET_VLLM}")
 
 
 def set_environment() -> None:
