@@ -71,6 +71,8 @@ class RestartingEngine:
         self._needs_load = False
         self._is_closed = False
         self._adapters: dict[str, tuple[Path, int]] = {}
+        self._adapters_are_in = 0
+        """Generation that has all of them."""
         self._counted = dict.fromkeys(COUNTERS, 0.0)
         """Of engines that have failed."""
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -131,8 +133,10 @@ class RestartingEngine:
             self._needs_load = True
         try:
             engine.load_weights(source, version)
-            for name, (folder, adapter_version) in self._adapters.items():
-                engine.load_adapter(name, folder, adapter_version)
+            if self._adapters_are_in != generation:
+                for name, (folder, adapter_version) in self._adapters.items():
+                    engine.load_adapter(name, folder, adapter_version)
+                self._adapters_are_in = generation
         except Exception as error:
             if source.has_failed and not isinstance(error, EngineFailedError):
                 raise
