@@ -109,5 +109,5 @@ def test_without_vllm_a_build_says_how_to_get_it(tiny_model, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     engine = resolve(INFERENCE_ENGINES, "vllm", "rollout.backend")
     settings = EngineSettings(str(tiny_model), str(tiny_model), "float32", "cpu", 0, 4, 64)
-    with pytest.raises(ValueError, match=r"rollout.backend: needs vLLM, .* pip install 'pekoe\[vllm\]' .*setup_venv.sh vllm"):
+    with pytest.raises(ValueError, match=r"needs vLLM, .* pip install 'pekoe\[vllm\]' .*setup_venv.sh vllm"):
         engine.build(settings, Instance(), None)
