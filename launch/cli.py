@@ -264,12 +264,12 @@ def _shards(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from pekoe.launch.allocation import place
-    from pekoe.pipeline.config.load import load
+    from pekoe.pipeline.config.snapshot import read_run_config
     from pekoe.pipeline.runs.export import export
 
     run = RunDirectory(arguments.run)
     check_is_run(run)
-    config = load(run.config)
+    config = read_run_config(run)
     print(export(run, config, place(config).actor.engine, arguments.out, arguments.step))
     return 0
 

@@ -34,6 +34,7 @@ from pekoe.launch.submitted_jobs import jobs_of
 from pekoe.launch.terminal import say
 from pekoe.launch.world_end import noted_code
 from pekoe.pipeline import files
+from pekoe.pipeline.config.snapshot import read_run_config
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.train.checkpoint import NAME as CHECKPOINT_NAME
 
@@ -164,7 +165,7 @@ class _Driver:
         self.run = run
         self.overrides = list(overrides)
         self.facts = facts
-        self.config, self.placement = load_checked(run.config, overrides, quiet=False)
+        self.config, self.placement = load_checked(read_run_config(run), overrides, quiet=False)
         self.continuation = Continuation(run, self.config, facts)
         self.restarts_left = self.config.cluster.restart_in_place
         self.restarted = False

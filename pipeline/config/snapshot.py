@@ -7,10 +7,11 @@ the code that it began with.
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from pekoe.pipeline import files
-from pekoe.pipeline.config.load import to_yaml
+from pekoe.pipeline.config.load import load, to_yaml
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.run_directory import RunDirectory
 
@@ -21,6 +22,17 @@ SUFFIXES = (".py", ".yaml", ".cpp", ".h", ".cu")
 def write_run_config(run: RunDirectory, config: RunConfig) -> None:
     """Writes the effective configuration, atomically."""
     files.write_bytes(run.config, to_yaml(config).encode())
+
+
+def read_run_config(run: RunDirectory) -> RunConfig:
+    """The configuration that a run was started with. ValueError when it cannot be read, or is cut off: a run's own file
+    has every section, in the order of `RunConfig`."""
+    config = load(run.config)
+    last = fields(RunConfig)[-1].name
+    text = run.config.read_text(encoding="utf-8")
+    if f"\n{last}:" not in text or not text.endswith("\n"):
+        raise ValueError(f"{run.config}: is cut off: it must go on to the end of section {last!r}")
+    return config
 
 
 def snapshot_code(run: RunDirectory, package_root: Path) -> Path:

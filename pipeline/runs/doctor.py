@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pekoe.pipeline.config.load import load
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import all_keys
+from pekoe.pipeline.config.snapshot import read_run_config
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import run_files
 from pekoe.pipeline.runs.attempt_history import AttemptFacts, End, read_attempts, sentence
@@ -97,7 +97,7 @@ def diagnose(
     config, places = None, None
     attempts: list[AttemptFacts] = []
     try:
-        config = load(run.config)
+        config = read_run_config(run)
         places = place(config) if place else None
     except Exception as error:
         findings.append(_bad_config(run, error))

@@ -15,6 +15,8 @@ from pekoe.pipeline.config.load import from_yaml_text, load, preset_names, read_
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, all_keys, nearest_key
 from pekoe.pipeline.config.show import show
+from pekoe.pipeline.config.snapshot import read_run_config, write_run_config
+from pekoe.pipeline.run_directory import RunDirectory
 
 
 def problems(text: str, *overrides: str) -> list[str]:
@@ -303,3 +305,15 @@ def test_durations_are_not_read_as_numbers_to_the_base_of_60(text: str) -> None:
         assert from_yaml_text(written).cluster.time_limit == text
     assert from_yaml_text("{}", [f"cluster.time_limit={text}"]).cluster.time_limit == text
     assert from_yaml_text(to_yaml(from_yaml_text(written))).cluster.time_limit == text
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_runs_configuration_that_is_cut_off_is_not_filled_with_defaults(tmp_path: Path, share: float) -> None:
+    run = RunDirectory(tmp_path)
+    write_run_config(run, RunConfig(seed=7))
+    assert read_run_config(run) == RunConfig(seed=7)
+    text = run.config.read_text()
+    end = text.rindex("\n", 0, int(share * len(text))) + 1
+    run.config.write_text(text[:end])
+    with pytest.raises(ValueError, match="cut off"):
+        read_run_config(run)
