@@ -41,7 +41,6 @@ from pekoe.pipeline.runs.context import CHECK_LENGTH, NUM_CHECK_SEQUENCES
 from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
 
 MIB = 1 << 20
-GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 TRANSPORTS = ("collective", "disk")
 
 
@@ -65,8 +64,8 @@ def trainer_logprobs(trainer: FsdpEngine, sequences: list[np.ndarray]) -> list[n
 
 def check_sequences(vocabulary: int) -> list[np.ndarray]:
     """As many and as long as those of a run."""
-    starts = range(3, 3 + 7 * NUM_CHECK_SEQUENCES, 7)
-    return [(np.arange(start, start + CHECK_LENGTH) % vocabulary).astype(np.int32) for start in starts]
+    rng = np.random.Generator(np.random.Philox(1))
+    return list(rng.integers(0, vocabulary, (NUM_CHECK_SEQUENCES, CHECK_LENGTH)).astype(np.int32))
 
 
 def copy_seconds(trainer: FsdpEngine) -> float:
@@ -135,7 +134,7 @@ def measure(options: argparse.Namespace, trainer: FsdpEngine, engine: str, dtype
             updates = Updates(name, trainer, pipe, folder, options.bucket_mib * MIB)
             found = [updates.update(sequences) for _ in range(1 + options.repeats)]
             gap = np.concatenate([abs(a - b)[1:] for a, b in zip(expected, found[-1].pop("logprobs"), strict=True)])
-            if not gap.mean() <= GAP_LIMITS[dtype]:
+            if not gap.mean() <= choose("cpu").logprob_gap_limit(dtype):
                 sys.exit(f"{engine} {dtype} {name}: log-probs differ by {gap.mean():g} on average after the update")
             parts = {key: statistics.median(one[key] for one in found[1:]) for key in found[-1]}
             figures[name] = {key: round(value, 4) for key, value in parts.items()}
