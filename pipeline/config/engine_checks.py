@@ -28,6 +28,8 @@ OWN_VLLM_ARGUMENTS = {
     "weight_transfer_config": "actor.weight_update_mode",
 }  # fmt: skip
 """Engine arguments that are set already, and the key that sets each."""
+ACCELERATORS = ("cuda", "npu")
+"""Devices of which that is known before a rank has looked (`auto` may be the cpu)."""
 LARGE_SHARE = 0.7
 
 
@@ -149,7 +151,7 @@ def _check_vllm_dtype(config: RunConfig, findings: Findings) -> None:
     device, dtype = config.cluster.device, config.rollout.dtype
     if device == "npu" and dtype == "float32":
         findings.wrong("rollout.dtype", dtype, "has no attention in vllm on npu; allowed: bfloat16, float16")
-    elif device != "cpu" and dtype == "float32" and config.actor.dtype != "float32":
+    elif device in ACCELERATORS and dtype == "float32" and config.actor.dtype != "float32":
         findings.warn(
             "rollout.dtype", dtype, f"is slow in vllm on an accelerator, and no closer to a trainer in "
             f"{config.actor.dtype}: set rollout.dtype={config.actor.dtype}",
@@ -158,7 +160,7 @@ def _check_vllm_dtype(config: RunConfig, findings: Findings) -> None:
 
 def _check_shared_device(config: RunConfig, findings: Findings) -> None:
     share = config.vllm.gpu_memory_utilization
-    if config.cluster.device != "cpu" and config.vllm.kv_cache_gib is None and share > LARGE_SHARE:
+    if config.cluster.device in ACCELERATORS and config.vllm.kv_cache_gib is None and share > LARGE_SHARE:
         findings.warn(
             "vllm.gpu_memory_utilization", share, "leaves little of the device for the trainer on the same ranks while "
             "engines are awake; e.g. 0.5, or set vllm.kv_cache_gib",

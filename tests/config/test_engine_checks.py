@@ -153,8 +153,16 @@ def test_what_an_engine_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("allocation", "overrides", "line"),
     [
-        ("vllm:d1+fsdp:d1", ["rollout.dtype=float32"], "rollout.dtype: 'float32' is slow in vllm on an accelerator"),
-        ("vllm:d1|fsdp:d1", [], "vllm.gpu_memory_utilization: 0.9 leaves little of the device"),
+        (
+            "vllm:d1+fsdp:d1",
+            ["cluster.device=cuda", "rollout.dtype=float32"],
+            "rollout.dtype: 'float32' is slow in vllm on an accelerator",
+        ),
+        (
+            "vllm:d1|fsdp:d1",
+            ["cluster.device=cuda"],
+            "vllm.gpu_memory_utilization: 0.9 leaves little of the device",
+        ),
         ("vllm:d1+fsdp:d1", ["vllm.extra={quantization: fp8}"], "vllm.extra: 'quantization' makes the engine compute"),
         (
             "hf:d1+fsdp:d1",
@@ -183,7 +191,8 @@ def test_what_is_rarely_meant_of_an_engine_is_warned_about(
 
 def test_an_engine_that_fits_is_let_through(folder: Path, with_vllm: None) -> None:
     assert checked("vllm:d1|fsdp:d1", "cluster.device=cpu") == []
-    assert checked("vllm:d1|fsdp:d1", "vllm.gpu_memory_utilization=0.5") == []
+    assert checked("vllm:d1|fsdp:d1", "cluster.device=auto") == []
+    assert checked("vllm:d1|fsdp:d1", "cluster.device=cuda", "vllm.gpu_memory_utilization=0.5") == []
     assert checked("hf:d1|fsdp:d1", "rollout.engine_process=child") == []
     assert checked("vllm:d2t2+fsdp:d1", "rollout.engine_process=own") == []
 
