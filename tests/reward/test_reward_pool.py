@@ -283,7 +283,8 @@ async def go():
     clean = await pool.score("user_rewards:importing", "p", "", [1], [2], {})
     scores = await asyncio.gather(*(pool.score("gsm8k", "p", "7", [1], [2], {"answer": "7"}) for _ in range(100)))
     return sum(s.value for s in scores), clean.value
-print("RESULT", MPI.COMM_WORLD.size, *asyncio.run(go()), flush=True)
+value, clean = asyncio.run(go())
+os.write(1, f"RESULT {MPI.COMM_WORLD.size} {value} {clean}\\n".encode())
 MPI.COMM_WORLD.Barrier()
 pool.close()
 """

@@ -18,7 +18,8 @@ from pekoe.pipeline.rollout.engines.vllm.lockstep import InstanceError, Lockstep
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    """One line in one write: `print` writes word by word where Python is unbuffered, and threads speak here."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def lost(error: BaseException) -> None:
