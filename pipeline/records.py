@@ -84,6 +84,9 @@ class Trajectory:
     """Which episode of the group made it."""
     info: dict[str, Any] = field(default_factory=dict)
     """Free JSON for people: score details, workflow notes."""
+    extra: dict[str, Float32] = field(default_factory=dict)
+    """Token-aligned arrays [T] that few runs have: `turn_rewards` (what a turn has earned, on its last sampled token, 0
+    elsewhere; beside `reward`), `teacher_logprobs` (0 where loss_mask is 0)."""
 
     @property
     def truncated(self) -> bool:
@@ -145,7 +148,9 @@ class PackedBatch:
     samples: Int32  # [S]
     truncated: UInt8  # [S]
     extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Further token- or sequence-aligned arrays by name (`advantages` [M], `prox_logprobs` [M], …)."""
+    """Further token- or sequence-aligned arrays by name: from the trajectories `turn_rewards` and `teacher_logprobs` [M];
+    from models `prox_logprobs`, `ref_logprobs`, `values` [M], `bootstrap` and `model_scores` [S]; from the algorithm
+    `advantages` and `returns` [M]."""
 
     @property
     def num_tokens(self) -> int:

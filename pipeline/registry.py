@@ -26,6 +26,14 @@ INFERENCE_ENGINES = {
 TRAIN_ENGINES = {
     "fsdp": "pekoe.pipeline.train.engines.fsdp_engine:FsdpEngine",
 }
+OBJECTIVES = {
+    "ppo": "pekoe.pipeline.algorithm.objectives.ppo:ppo",
+    "sapo": "pekoe.pipeline.algorithm.objectives.sapo:sapo",
+    "cispo": "pekoe.pipeline.algorithm.objectives.cispo:cispo",
+}
+ADVANTAGE_ESTIMATORS = {
+    "gae": "pekoe.pipeline.algorithm.gae:gae",
+}
 DEVICES = {
     "cpu": "pekoe.pipeline.devices.cpu_device:CpuDevice",
     "cuda": "pekoe.pipeline.devices.cuda_device:CudaDevice",

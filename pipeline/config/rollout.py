@@ -34,6 +34,17 @@ class RolloutConfig:
     max_engine_restarts: int = setting(
         3, "how often a rank builds a failed engine anew before the attempt ends", minimum=0
     )
+    dynamic_sampling: bool = setting(
+        False, "drop groups whose rewards are all equal: nothing is learned from them (DAPO)"
+    )
+    max_resampled_groups: int | None = setting(
+        None,
+        "groups that dynamic sampling drops and replaces per step at most, then they are kept; null = 8 x batch",
+        minimum=0,
+    )
+    dynamic_batch_size: bool = setting(
+        False, "groups that dynamic sampling drops are not replaced: the step trains on the rest of its batch"
+    )
     max_slots: int = setting(64, "sequences that one engine decodes together", minimum=1)
     episode_seconds: float = setting(600.0, "time limit of an episode", above=0)
     episode_retries: int = setting(1, "how often an episode that raised is tried again", minimum=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pekoe.pipeline.config.actor import ActorConfig
 from pekoe.pipeline.config.cluster import ClusterConfig
+from pekoe.pipeline.config.companions import CriticConfig, DpoConfig, RefConfig, RewardModelConfig, TeacherConfig
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.fields import setting
 from pekoe.pipeline.config.generation import GenerationConfig
@@ -31,7 +32,7 @@ class RunConfig:
         None,
         "preset in configs/algorithm: under the keys of the YAML that names it, over them when given as algorithm=NAME",
     )
-    task: str = setting("rl", "kind of run", choices=("rl",))
+    task: str = setting("rl", "kind of run", choices=("rl", "sft", "dpo", "rw", "distill"))
     seed: int = setting(1, "seed of the run: order of data, sampling, initialisation", minimum=0)
     allocation: str = setting("", "ranks of each role, e.g. hf:d1+fsdp:d1 (split) or hf:d2|fsdp:d2 (colocated)")
     tokenizer_path: str | None = setting(None, "tokenizer folder; null = actor.path")
@@ -48,6 +49,11 @@ class RunConfig:
     workflow: WorkflowConfig = setting(WorkflowConfig, "what an episode does")
     reward: RewardConfig = setting(RewardConfig, "how completions are judged")
     actor: ActorConfig = setting(ActorConfig, "the trained model")
+    critic: CriticConfig | None = setting(None, "value model; null = none")
+    ref: RefConfig | None = setting(None, "reference policy; null = none")
+    teacher: TeacherConfig | None = setting(None, "teacher of distillation; null = none")
+    reward_model: RewardModelConfig | None = setting(None, "model that judges trajectories; null = none")
+    dpo: DpoConfig = setting(DpoConfig, "preference loss of task dpo")
     weights: WeightsConfig = setting(WeightsConfig, "weight transfer")
     saver: SaverConfig = setting(SaverConfig, "Hugging Face exports")
     recover: RecoverConfig = setting(RecoverConfig, "checkpoints")
