@@ -85,8 +85,8 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     """Free JSON for people: score details, workflow notes."""
     extra: dict[str, Float32] = field(default_factory=dict)
-    """Token-aligned arrays [T] that few runs have: `turn_rewards` (what a turn has earned, on its last sampled token, 0
-    elsewhere; beside `reward`), `teacher_logprobs` (0 where loss_mask is 0)."""
+    """Token-aligned arrays [T] that few runs have: `turn_rewards` (what a turn has earned, on its last sampled token,
+    0 elsewhere; beside `reward`), `teacher_logprobs` (0 where loss_mask is 0)."""
 
     @property
     def truncated(self) -> bool:

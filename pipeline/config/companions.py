@@ -1,4 +1,4 @@
-"""`critic`, `ref`, `teacher`, `reward_model`: models beside the policy on the trainer ranks; absent sections are off."""
+"""`critic`, `ref`, `teacher`, `reward_model`: models beside the policy on trainer ranks; an absent one is off."""
 
 from __future__ import annotations
 
