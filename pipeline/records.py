@@ -148,8 +148,8 @@ class PackedBatch:
     samples: Int32  # [S]
     truncated: UInt8  # [S]
     extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Further token- or sequence-aligned arrays by name: from the trajectories `turn_rewards` and `teacher_logprobs` [M];
-    from models `prox_logprobs`, `ref_logprobs`, `values` [M], `bootstrap` and `model_scores` [S]; from the algorithm
+    """Further token- or sequence-aligned arrays by name: of trajectories `turn_rewards` and `teacher_logprobs` [M];
+    of models `prox_logprobs`, `ref_logprobs`, `values` [M], `bootstrap` and `model_scores` [S]; of the algorithm
     `advantages` and `returns` [M]."""
 
     @property
