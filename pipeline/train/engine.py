@@ -33,6 +33,13 @@ class TokenLogprobs(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class TokenValues(Protocol):
+    """(values [M], scores [S]) of packed tokens from a value head's outputs [M] at every position: holds the one shift
+    between positions and tokens. The score of a sequence is the output at its last token."""
+
+    def __call__(self, outputs: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class LossFunction(Protocol):
     """A loss on packed, token-aligned tensors; knows no engine.
 
@@ -49,6 +56,14 @@ class LossFunction(Protocol):
     needs_entropy_gradient: bool
 
 
+class ValueLossFunction(Protocol):
+    """As `LossFunction`, on a value head's values [M] and scores [S]; both carry gradients."""
+
+    def __call__(
+        self, values: torch.Tensor, scores: torch.Tensor, batch: Tensors
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+
 class StagedState(Protocol):
     """One save on one rank: a copy that training no longer changes."""
 
@@ -57,9 +72,17 @@ class StagedState(Protocol):
         this rank, named relative to `folder`. OSError on all ranks when one cannot write, with its errno there."""
         ...
 
+    def discard(self) -> None:
+        """Gives the copy up, written or not: the engine may be staged again. Not collective."""
+        ...
+
 
 class TrainEngine(Protocol):
-    """One model, sharded over the trainer ranks. Every method but the queries is collective over them."""
+    """One model, sharded over the trainer ranks. Every method but the queries is collective over them.
+
+    It ends in a language-model head (`forward`) or in a value head (`forward_values`). One that is not trainable is
+    only asked: it has no optimiser and nothing to save.
+    """
 
     data_parallel_rank: int
     data_parallel_size: int
@@ -69,8 +92,16 @@ class TrainEngine(Protocol):
         All ranks pass the same number of micro-batches; empty ones take part in the collectives."""
         ...
 
+    def forward_values(self, micro_batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(values [M], scores [S]) of each micro-batch, without gradient; else as `forward`. Every token has a value,
+        masked or not (0 on the first of a sequence, which nothing precedes)."""
+        ...
+
     def train_batch(
-        self, micro_batches: Sequence[PackedBatch], loss: LossFunction, temperature: float
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss: LossFunction | ValueLossFunction,
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """One optimiser update. Returns sums reduced over data-parallel ranks, and `grad_norm`, `lr`,
         `update_skipped` (1 when the gradient was not finite or exactly 0: parameters and optimiser state are

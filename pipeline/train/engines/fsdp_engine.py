@@ -1,8 +1,8 @@
 """The default trainer: a transformers model sharded by FSDP2 over the trainer ranks.
 
 Master weights, gradients and optimiser state are float32 shards (by rows); layers are gathered one at a time in the
-compute dtype. Sequences are packed, with exact attention isolation (`packed_attention.py`), which is tested on the
-real model at start.
+compute dtype. A model that is only asked has no optimiser, and its shards are in the compute dtype. Sequences are
+packed, with exact attention isolation (`packed_attention.py`), which is tested on the real model at start.
 
 Ranks meet in every method but the queries. Nothing here names a vendor: the device object does.
 """
@@ -10,9 +10,9 @@ Ranks meet in every method but the queries. Nothing here names a vendor: the dev
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,78 +20,105 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from pekoe.pipeline.config.actor import ActorConfig
+from pekoe.pipeline.config.actor import ModelConfig
 from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.messages import TensorSpec
 from pekoe.pipeline.records import PackedBatch
-from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs
+from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs, TokenValues, ValueLossFunction
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
 from pekoe.pipeline.train.engines.hf_folder import HfFolderWriter
 from pekoe.pipeline.train.engines.host_copy import HostCopy
 from pekoe.pipeline.train.engines.isolation import check_isolation
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
-from pekoe.pipeline.train.engines.packed_attention import PackedSequences
+from pekoe.pipeline.train.engines.lm_head import LmHead
 from pekoe.pipeline.train.engines.sharded_files import read_sharded
-from pekoe.pipeline.train.engines.sharded_model import build_model, tied_names
+from pekoe.pipeline.train.engines.sharded_model import Head, build_model, tied_names
 from pekoe.pipeline.train.engines.sharded_optimizer import build_optimizer, clip, gradient_norm
 from pekoe.pipeline.train.engines.staged_shards import StagedShards, save_group
+from pekoe.pipeline.train.engines.value_head import ValueHead
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 
 class FsdpEngine:
-    """One policy model on all trainer ranks; implements `TrainEngine`.
+    """One model on all trainer ranks; implements `TrainEngine`.
 
     Building it is collective over torch's default process group (which must exist, also for one rank), or over
-    `mesh`. `token_logprobs` is the algorithm's; `weight_dtype` (`float32`, `bfloat16`, …) is that of `weights` and
-    of exports. `total_steps` is the length of the schedule. Methods may be called from one thread of any kind.
+    `mesh`. `head` is `lm`, which takes the algorithm's `token_logprobs`, or `value`, which takes its `token_values`;
+    a value head starts from a folder of a causal model, with values of 0, or from one of its own. `weight_dtype`
+    (`float32`, `bfloat16`, …) is that of `weights` and of exports. `total_steps` is the length of the schedule.
+    `section` of the configuration is named in errors. Methods may be called from one thread of any kind.
     """
 
     def __init__(
         self,
-        config: ActorConfig,
+        config: ModelConfig,
         *,
-        token_logprobs: TokenLogprobs,
+        head: str = "lm",
+        trainable: bool = True,
+        token_logprobs: TokenLogprobs | None = None,
+        token_values: TokenValues | None = None,
         device: Device,
         device_index: int = 0,
-        weight_dtype: str,
-        total_steps: int,
+        weight_dtype: str = "float32",
+        total_steps: int = 1,
         seed: int,
+        section: str = "actor",
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.section = config, section
         self.device = device.torch_device(device_index)
         device.set_current(device_index)
         self.mesh = mesh or init_device_mesh(device.kind, (dist.get_world_size(),), mesh_dim_names=("data",))
         self.data_parallel_rank = self.mesh.get_local_rank()
         self.data_parallel_size = self.mesh.size()
-        self._token_logprobs = token_logprobs
+        self._head = _head(head, token_logprobs, token_values)
         self._weight_dtype: torch.dtype = getattr(torch, weight_dtype)
         self._total_steps = max(1, total_steps)
         self._save_group = save_group(self.mesh)
         self._host_copy = HostCopy()
         self._staged: StagedShards | None = None
         torch.manual_seed(seed + self.data_parallel_rank)
-        self.model: Any = build_model(config, device, self.device, self.mesh)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.set_progress(0.0)
-        check_isolation(
-            self.forward, self.model.config.get_text_config().vocab_size, getattr(torch, config.dtype), seed
+        self.model: Any = build_model(
+            config, self._head, device, self.device, self.mesh, trainable=trainable, section=section
         )
+        self._optimizer = build_optimizer(self.model, config.optimizer) if trainable else None
+        if trainable:
+            self.set_progress(0.0)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        check_isolation(self._probe, vocab_size, getattr(torch, config.dtype), seed)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of a trainable model."""
+        if self._optimizer is None:
+            raise AssertionError(f"{self.section}: the model is only asked; it has no optimiser and nothing to save")
+        return self._optimizer
 
     def forward(self, micro_batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """See `TrainEngine`; float64 where the compute dtype is."""
-        self.model.eval()
-        with torch.no_grad():
-            found = [
-                self._logprobs(batch_tensors(batch, self.device), temperature, False)[0] for batch in micro_batches
-            ]
-        # FSDP leaves the outermost group gathered for a backward pass that does not come.
-        self.model.reshard()
-        return found
+        head = self._head
+        if not isinstance(head, LmHead):
+            raise AssertionError(f"{self.section}: a value head gives no log-probs")
+        return self._ask(
+            micro_batches,
+            lambda batch: head.logprobs(self.model, batch_tensors(batch, self.device), temperature, False)[0],
+        )
+
+    def forward_values(self, micro_batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """See `TrainEngine`; float64 where the compute dtype is, float32 otherwise."""
+        head = self._head
+        if not isinstance(head, ValueHead):
+            raise AssertionError(f"{self.section}: a language-model head gives no values")
+        return self._ask(micro_batches, lambda batch: head.values(self.model, batch_tensors(batch, self.device))[:2])
 
     def train_batch(
-        self, micro_batches: Sequence[PackedBatch], loss: LossFunction, temperature: float
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss: LossFunction | ValueLossFunction,
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """See `TrainEngine`. FSDP averages gradients over ranks, so each share is scaled up by their number: shares add
         up."""
@@ -99,17 +126,13 @@ class FsdpEngine:
         self.optimizer.zero_grad(set_to_none=True)
         found: list[dict[str, Tensor]] = []
         for batch in micro_batches:
-            tensors = batch_tensors(batch, self.device)
-            logprobs, entropy, anchor = self._logprobs(tensors, temperature, True)
-            if not loss.needs_entropy_gradient:
-                entropy = entropy.detach()
-            share, stats = loss(logprobs, entropy, tensors)
-            torch.autograd.backward((share + anchor) * self.data_parallel_size)
+            share, stats = self._head.share(self.model, batch_tensors(batch, self.device), loss, temperature)
+            torch.autograd.backward(share * self.data_parallel_size)
             found.append(stats)
         norm = gradient_norm(self.optimizer, self.mesh.get_group(), self.device)
         skipped = not torch.isfinite(norm) or norm == 0
         if skipped:
-            logger.warning("update skipped: the gradient's norm is %s", float(norm))
+            logger.warning("%s: update skipped: the gradient's norm is %s", self.section, float(norm))
         else:
             clip(self.optimizer, norm, self.config.optimizer.gradient_clipping)
             self.optimizer.step()
@@ -175,46 +198,24 @@ class FsdpEngine:
         if failure is not None:
             raise failure
         if writer is not None:
-            writer.finish(str(self._weight_dtype).removeprefix("torch."))
+            writer.finish(str(self._weight_dtype).removeprefix("torch."), self._head.export_settings(self.model))
 
     def close(self) -> None:
         """Lets go of model, optimiser and staged copy."""
-        del self.model, self.optimizer, self._host_copy, self._staged
+        del self.model, self._optimizer, self._host_copy, self._staged
         dist.destroy_process_group(self._save_group)
 
-    def _logprobs(
-        self, tensors: dict[str, Tensor], temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs [M], entropies [M], anchor): the anchor is 0, and ties a micro-batch without active tokens to the
-        model, so that its rank takes part in the collectives of forward and backward."""
-        if not tensors["loss_mask"].any():
-            token = torch.zeros(1, dtype=torch.int64, device=self.device)
-            logits = self._logits(token, torch.zeros_like(token), PackedSequences.of((0, 1), self.device), token)
-            anchor = logits.sum() * 0
-            zeros = torch.zeros(len(tensors["tokens"]), dtype=_result_dtype(logits), device=self.device)
-            return zeros + anchor, zeros.clone(), anchor
-        bounds = PackedSequences.of(tensors["cu_seqlens"].tolist(), self.device)
+    def _ask(self, micro_batches: Sequence[PackedBatch], answer: Callable[[PackedBatch], Answer]) -> list[Answer]:
+        """The answer to each micro-batch, without gradient."""
+        self.model.eval()
+        with torch.no_grad():
+            found = [answer(batch) for batch in micro_batches]
+        # FSDP leaves the outermost group gathered for a backward pass that does not come.
+        self.model.reshard()
+        return found
 
-        def logits_at(positions: Tensor) -> Tensor:
-            return self._logits(tensors["tokens"], tensors["position_ids"], bounds, positions)
-
-        logprobs, entropy = self._token_logprobs(
-            logits_at, tensors["tokens"], tensors["cu_seqlens"], tensors["loss_mask"], temperature, with_entropy
-        )
-        return logprobs, entropy, torch.zeros((), device=self.device)
-
-    def _logits(self, tokens: Tensor, positions: Tensor, packed: PackedSequences, keep: Tensor) -> Tensor:
-        """Logits [K, V] at the indices `keep` [K] of packed tokens [M]."""
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=keep,
-            packed_sequences=packed,
-        )
-        logits: Tensor = output.logits[0]
-        return logits
+    def _probe(self, micro_batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        return self._ask(micro_batches, lambda batch: self._head.probe(self.model, batch, self.device))
 
     def _sent_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._weight_dtype if tensor.is_floating_point() else tensor.dtype
@@ -242,5 +243,9 @@ class FsdpEngine:
         }
 
 
-def _result_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+def _head(name: str, token_logprobs: TokenLogprobs | None, token_values: TokenValues | None) -> Head:
+    if name == "lm" and token_logprobs is not None:
+        return LmHead(token_logprobs)
+    if name == "value" and token_values is not None:
+        return ValueHead(token_values)
+    raise ValueError(f"head: {name!r} is not allowed; lm (with token_logprobs) or value (with token_values)")

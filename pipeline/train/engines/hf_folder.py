@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,19 +50,27 @@ def materialise(model: nn.Module, parameter_device: torch.device, buffer_device:
         model.get_submodule(owner)._buffers[last] = buffer.to(buffer_device)
 
 
-def load_parameters(model: nn.Module, folder: Path, tied: Iterable[str]) -> None:
+def load_parameters(
+    model: nn.Module,
+    folder: Path,
+    tied: Iterable[str],
+    *,
+    fresh: Collection[str] = (),
+    foreign: Collection[str] = (),
+) -> None:
     """Fills each parameter from the folder's safetensors files; of a sharded one this rank's rows are read, nothing
     else.
 
-    `tied` are names that share another parameter's memory. Raises ValueError naming parameters that the files lack,
-    parameters that the model lacks, and shapes that differ.
+    `tied` are names that share another parameter's memory; of `fresh`, those that the files lack become 0; `foreign`
+    are left out where the files have them. Raises ValueError naming other parameters that the files lack, parameters
+    that the model lacks, and shapes that differ.
     """
     from safetensors import safe_open
 
     holders = _files_by_name(folder)
     parameters = dict(model.named_parameters())
-    known = set(parameters) | set(tied) | {name for name, _ in model.named_buffers()}
-    missing = sorted(set(parameters) - set(holders))
+    known = set(parameters) | set(tied) | {name for name, _ in model.named_buffers()} | set(foreign)
+    missing = sorted(set(parameters) - set(holders) - set(fresh))
     extra = sorted(name for name in set(holders) - known if not name.endswith("rotary_emb.inv_freq"))
     if missing or extra:
         raise ValueError(f"{folder}: names differ from the model's; missing {missing[:5]}, unknown {extra[:5]}")
@@ -72,6 +80,9 @@ def load_parameters(model: nn.Module, folder: Path, tied: Iterable[str]) -> None
             for file in sorted(set(holders.values()))
         }
         for name, parameter in parameters.items():
+            if name not in holders:
+                _zero(parameter)
+                continue
             stored = opened[holders[name]].get_slice(name)
             if tuple(stored.get_shape()) != tuple(parameter.shape):
                 raise ValueError(f"{folder}: {name} has shape {stored.get_shape()}, the model {tuple(parameter.shape)}")
@@ -88,9 +99,14 @@ def _files_by_name(folder: Path) -> dict[str, str]:
         return names
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise ValueError(f"actor.path: {folder} has neither model.safetensors nor model.safetensors.index.json")
+        raise ValueError(f"{folder}: has neither model.safetensors nor model.safetensors.index.json")
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
+
+
+@torch.no_grad()
+def _zero(parameter: nn.Parameter) -> None:
+    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
 
 
 @torch.no_grad()
@@ -137,9 +153,9 @@ class HfFolderWriter:
         if len(self._held) == len(self._plan[self._number]):
             self._write_shard()
 
-    def finish(self, dtype: str) -> None:
-        """Writes index, configuration and tokenizer files; renames. An older folder of this name is replaced, and
-        deleted when the new one is there."""
+    def finish(self, dtype: str, changed: Mapping[str, Any] | None = None) -> None:
+        """Writes index, configuration (the source's, with the keys of `changed`) and tokenizer files; renames. An
+        older folder of this name is replaced, and deleted when the new one is there."""
         if self._held or self._number != len(self._plan):
             raise ValueError(f"{self.folder}: {self._number} of {len(self._plan)} weight files are complete")
         if len(self._plan) > 1:
@@ -151,7 +167,7 @@ class HfFolderWriter:
                 files.copy(file, self.part / file.name)
         settings = json.loads((self.source / "config.json").read_text())
         settings.pop("torch_dtype", None)
-        settings = {**settings, "dtype": dtype}
+        settings = {**settings, **(changed or {}), "dtype": dtype}
         files.write_bytes(self.part / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
         files.fsync_folder(self.part)
         files.replace_folder(self.part, self.folder)

@@ -56,7 +56,7 @@ class PackedSequences:
         return cls(torch.tensor(bounds, dtype=torch.int32, device=device), bounds)
 
 
-def choose_attention(wanted: str, device_choice: str, dtype: torch.dtype) -> str:
+def choose_attention(wanted: str, device_choice: str, dtype: torch.dtype, section: str = "actor") -> str:
     """`sdpa` or `flash`; `auto` is what the device prefers where flash-attn is installed and takes the dtype."""
     half = dtype in (torch.bfloat16, torch.float16)
     installed = importlib.util.find_spec("flash_attn") is not None
@@ -64,14 +64,14 @@ def choose_attention(wanted: str, device_choice: str, dtype: torch.dtype) -> str
         return "flash" if device_choice == "flash" and installed and half else "sdpa"
     if wanted == "flash" and not installed:
         raise ValueError(
-            "actor.fsdp.attention: flash needs the package flash-attn, which is not installed; use sdpa or auto"
+            f"{section}.fsdp.attention: flash needs the package flash-attn, which is not installed; use sdpa or auto"
         )
     if wanted == "flash" and not half:
         raise ValueError(
-            f"actor.fsdp.attention: flash needs actor.dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+            f"{section}.fsdp.attention: flash needs {section}.dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
         )
     if wanted not in NAMES:
-        raise ValueError(f"actor.fsdp.attention: {wanted!r} is not allowed; auto, sdpa or flash")
+        raise ValueError(f"{section}.fsdp.attention: {wanted!r} is not allowed; auto, sdpa or flash")
     return wanted
 
 

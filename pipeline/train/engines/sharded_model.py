@@ -2,44 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from pekoe.pipeline.config.actor import ActorConfig
+from pekoe.pipeline.config.actor import ModelConfig
 from pekoe.pipeline.devices.device import Device
+from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.train.engines.hf_folder import load_parameters, materialise, parameters_on_meta
 from pekoe.pipeline.train.engines.packed_attention import choose_attention, register
 
 
-def build_model(config: ActorConfig, device: Device, torch_device: torch.device, mesh: DeviceMesh) -> Any:
-    """The model of `config.path`, loaded, each decoder layer a shard group of its own; master weights float32 (float64
-    for float64)."""
+class Head(Protocol):
+    """What a model ends in, and what an engine makes of it."""
+
+    @property
+    def fresh(self) -> frozenset[str]:
+        """Names of parameters that start at 0 where the folder has none."""
+        ...
+
+    @property
+    def foreign(self) -> frozenset[str]:
+        """Names of parameters of other heads, left out where the folder has them."""
+        ...
+
+    def build(self, settings: Any, **options: Any) -> Any:
+        """The transformers model of a configuration; `options` are those of `from_config`."""
+        ...
+
+    def export_settings(self, model: Any) -> Mapping[str, Any]:
+        """What differs in `config.json` from that of the folder that the model was loaded from."""
+        ...
+
+    def probe(self, model: Any, batch: PackedBatch, device: torch.device) -> Tensor:
+        """A number [M] for each token that depends on the tokens before it, for the test of isolation."""
+        ...
+
+    def share(
+        self, model: Any, tensors: dict[str, Tensor], loss: Any, temperature: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's share of a loss, with its gradient, and its statistics. An empty one takes part, too."""
+        ...
+
+
+def build_model(
+    config: ModelConfig,
+    head: Head,
+    device: Device,
+    torch_device: torch.device,
+    mesh: DeviceMesh,
+    *,
+    trainable: bool,
+    section: str,
+) -> Any:
+    """The model of `config.path`, loaded, each decoder layer a shard group of its own.
+
+    Master weights are float32 (float64 for float64); those of a model that is not `trainable` have the compute dtype.
+    `section` of the configuration is named in errors.
+    """
     import transformers
 
     dtype: torch.dtype = getattr(torch, config.dtype)
     folder = Path(config.path)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"actor.path: {config.path!r} is not a model folder (no config.json)")
-    kind = choose_attention(config.fsdp.attention, device.attention_choice(), dtype)
+        raise ValueError(f"{section}.path: {config.path!r} is not a model folder (no config.json)")
+    kind = choose_attention(config.fsdp.attention, device.attention_choice(), dtype, section)
     settings = transformers.AutoConfig.from_pretrained(folder)
     if config.disable_dropout:
         _clear_dropout(settings)
-    master = torch.float64 if dtype == torch.float64 else torch.float32
+    held = dtype if not trainable else torch.promote_types(dtype, torch.float32)
     with parameters_on_meta():
-        build: Any = transformers.AutoModelForCausalLM
-        model = build.from_config(settings, dtype=master, attn_implementation=register(kind))
-    if config.gradient_checkpointing:
+        model = head.build(settings, dtype=held, attn_implementation=register(kind))
+    model.requires_grad_(trainable)
+    if config.gradient_checkpointing and trainable:
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     _shard(model, config, dtype, mesh, pin_memory=device.kind != "cpu")
     home = torch.device("cpu") if config.fsdp.offload_params else torch_device
     materialise(model, home, torch_device)
     _check_ties(model)
-    load_parameters(model, folder, tied_names(model))
+    load_parameters(model, folder, tied_names(model), fresh=head.fresh, foreign=head.foreign)
     return model
 
 
@@ -49,7 +96,7 @@ def tied_names(model: Any) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in owned)
 
 
-def _shard(model: Any, config: ActorConfig, dtype: torch.dtype, mesh: DeviceMesh, pin_memory: bool) -> None:
+def _shard(model: Any, config: ModelConfig, dtype: torch.dtype, mesh: DeviceMesh, pin_memory: bool) -> None:
     half = dtype in (torch.bfloat16, torch.float16)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if config.fsdp.offload_params else OffloadPolicy()

@@ -36,7 +36,11 @@ class StagedShards:
         try:
             return write_sharded(self._state, folder, self._group)
         finally:
-            self._state = None
+            self.discard()
+
+    def discard(self) -> None:
+        """See `StagedState`."""
+        self._state = None
 
 
 def save_group(mesh: DeviceMesh) -> dist.ProcessGroup:
