@@ -22,6 +22,10 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 POSITION_BITS = 40
+TURN_REWARDS, TEACHER_LOGPROBS = "turn_rewards", "teacher_logprobs"
+"""What `Trajectory.extra` may hold."""
+HIGHEST_LOGPROB = 1e-4
+"""Above 0 by rounding alone."""
 
 
 def group_number(epoch: int, position: int) -> int:
@@ -92,6 +96,12 @@ class Trajectory:
     def truncated(self) -> bool:
         return self.finish == Finish.LENGTH
 
+    @property
+    def total_reward(self) -> float:
+        """The outcome's reward and those of the turns."""
+        turn_rewards = self.extra.get(TURN_REWARDS)
+        return self.reward if turn_rewards is None else self.reward + float(turn_rewards.sum(dtype=np.float64))
+
     def check(self) -> None:
         """Raises ValueError unless the arrays agree in length, are finite, and something was sampled."""
         n = len(self.tokens)
@@ -105,12 +115,41 @@ class Trajectory:
             raise ValueError(
                 f"trajectory: prompt_length {self.prompt_length} of {n} tokens; the first token is never sampled"
             )
-        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > HIGHEST_LOGPROB).any():
             raise ValueError("trajectory: a log-prob is not finite or is positive")
         if not np.isfinite(self.reward):
             raise ValueError(f"trajectory: reward {self.reward} is not finite")
         if (self.versions[active] < 0).any() or (self.versions[~active] != -1).any():
             raise ValueError("trajectory: versions must be >= 0 on sampled tokens and -1 elsewhere")
+        for name, values in self.extra.items():
+            self._check_extra(name, values, active)
+
+    def _check_extra(self, name: str, values: Float32, active: npt.NDArray[np.bool_]) -> None:
+        if name not in (TURN_REWARDS, TEACHER_LOGPROBS):
+            raise ValueError(f"trajectory: extra {name!r} is not known; allowed: {TURN_REWARDS}, {TEACHER_LOGPROBS}")
+        if len(values) != len(self.tokens):
+            raise ValueError(f"trajectory: {name} has {len(values)} entries for {len(self.tokens)} tokens")
+        if not np.isfinite(values).all():
+            raise ValueError(f"trajectory: an entry of {name} is not finite")
+        if name == TEACHER_LOGPROBS:
+            if (values > HIGHEST_LOGPROB).any() or values[~active].any():
+                raise ValueError(f"trajectory: {name} must be log-probs, and 0 where nothing was sampled")
+        elif not turn_rewards_are_sound(values, active, self.turns, np.zeros(1, np.int64)):
+            raise ValueError(f"trajectory: {name} must be 0 but on the last sampled token of a turn")
+
+
+def turn_rewards_are_sound(
+    rewards: Float32, active: npt.NDArray[np.bool_], turns: Int32, starts: npt.NDArray[np.integer[Any]]
+) -> bool:
+    """Whether only the last sampled token of a turn has a reward; sequences begin at `starts`."""
+    rewarded, sampled = np.flatnonzero(rewards), np.flatnonzero(active)
+    if not active[rewarded].all():
+        return False
+    place = np.searchsorted(sampled, rewarded)
+    has_next = place + 1 < len(sampled)
+    here, after = rewarded[has_next], sampled[place[has_next] + 1]
+    same_row = np.searchsorted(starts, here, "right") == np.searchsorted(starts, after, "right")
+    return not (same_row & (turns[here] == turns[after])).any()
 
 
 @dataclass(slots=True)
@@ -177,7 +216,11 @@ class PackedBatch:
 
 
 def pack(rows: Sequence[tuple[int, Trajectory]]) -> PackedBatch:
-    """Lays trajectories end to end; `rows` are (group number, trajectory). An empty list gives an empty batch."""
+    """Lays trajectories end to end; `rows` are (group number, trajectory). An empty list gives an empty batch.
+
+    Of `extra` is there what some row has: rows without turn rewards have 0 everywhere. ValueError when only some of the
+    rows have log-probs of a teacher.
+    """
     trajectories = [trajectory for _, trajectory in rows]
 
     def flat(name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
@@ -196,4 +239,25 @@ def pack(rows: Sequence[tuple[int, Trajectory]]) -> PackedBatch:
         groups=np.array([group for group, _ in rows], dtype=np.int64),
         samples=np.array([t.sample for t in trajectories], dtype=np.int32),
         truncated=np.array([t.truncated for t in trajectories], dtype=np.uint8),
+        extra={
+            name: np.concatenate([extra_or_zeros(name, t) for t in trajectories]).astype(np.float32, copy=False)
+            for name in (TURN_REWARDS, TEACHER_LOGPROBS)
+            if has_extra(name, trajectories)
+        },
     )
+
+
+def has_extra(name: str, trajectories: Sequence[Trajectory]) -> bool:
+    """Whether some trajectory has this array. ValueError when only some of them have log-probs of a teacher."""
+    count = sum(name in t.extra for t in trajectories)
+    if name == TEACHER_LOGPROBS and 0 < count < len(trajectories):
+        raise ValueError(
+            f"{name} is on {count} of {len(trajectories)} trajectories; allowed: on all of them, or on none"
+        )
+    return count > 0
+
+
+def extra_or_zeros(name: str, trajectory: Trajectory) -> Float32:
+    """The array, or zeros where the trajectory has none."""
+    found = trajectory.extra.get(name)
+    return np.zeros(len(trajectory.tokens), np.float32) if found is None else found

@@ -312,10 +312,11 @@ def archive_files(run: RunDirectory) -> list[Path]:
 
 
 def _of_one_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """Sources whose log-probs mean the same lie in one file."""
-    kinds: dict[tuple[str, float], list[Source]] = {}
+    """Sources whose log-probs mean the same, and which have the same columns, lie in one file."""
+    kinds: dict[tuple[str, float, tuple[str, ...]], list[Source]] = {}
     for source in sources:
-        kinds.setdefault((source.attributes.run, source.attributes.temperature), []).append(source)
+        kind = (source.attributes.run, source.attributes.temperature, tuple(source.addresses))
+        kinds.setdefault(kind, []).append(source)
     return list(kinds.values())
 
 
@@ -337,7 +338,8 @@ def _joined(sources: Sequence[Source]) -> Iterator[Any]:
         for source in sources:
             yield from _column_of(source, path.removeprefix("tokens/"))
 
-    return shard_layout(attributes, numbers, texts, rows).pieces(column)
+    optional = [name for name in schema.OPTIONAL_COLUMNS if name in sources[0].addresses]
+    return shard_layout(attributes, numbers, texts, optional, rows).pieces(column)
 
 
 def _column_of(source: Source, name: str) -> Iterator[Any]:

@@ -50,6 +50,8 @@ class _Row(msgspec.Struct, array_like=True):
     seed: int
     sample: int
     info: bytes
+    extra: dict[str, bytes] = {}
+    """Bytes of the arrays of `Trajectory.extra`."""
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -80,7 +82,8 @@ def decode(data: bytes) -> list[Group]:
 
 def _row(t: Trajectory) -> _Row:
     arrays = tuple(np.ascontiguousarray(getattr(t, name), dtype).tobytes() for name, dtype in ARRAYS.items())
-    return _Row(arrays, t.prompt_length, float(t.reward), int(t.finish), t.seed, t.sample, info_json(t.info))
+    extra = {name: np.ascontiguousarray(values, np.float32).tobytes() for name, values in t.extra.items()}
+    return _Row(arrays, t.prompt_length, float(t.reward), int(t.finish), t.seed, t.sample, info_json(t.info), extra)
 
 
 def _trajectory(row: _Row) -> Trajectory:
@@ -90,6 +93,7 @@ def _trajectory(row: _Row) -> Trajectory:
     return Trajectory(
         **arrays, prompt_length=row.prompt_length, reward=row.reward, finish=Finish(row.finish), seed=row.seed,
         sample=row.sample, info=read_info(row.info),
+        extra={name: np.frombuffer(data, np.float32) for name, data in row.extra.items()},
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class Layout:
 
 def lay_out(
     attributes: Mapping[str, Any],
-    columns: Mapping[str, tuple[int, type[np.generic]]],
+    columns: Mapping[str, tuple[int, np.dtype[Any]]],
     numbers: Mapping[str, np.ndarray[Any, Any]],
     texts: Mapping[str, list[bytes]],
 ) -> Layout:
@@ -153,7 +153,7 @@ def lay_out(
             _create(file, name, stored.dtype, len(stored)).write(h5py.h5s.ALL, h5py.h5s.ALL, stored)
         for name, lines in texts.items():
             _write_texts(file, name, lines)
-        reserved = [_reserve(file, name, length, np.dtype(dtype)) for name, (length, dtype) in columns.items()]
+        reserved = [_reserve(file, name, length, dtype) for name, (length, dtype) in columns.items()]
     return Layout(memory, reserved)
 
 

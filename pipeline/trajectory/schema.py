@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pekoe.pipeline.messages import PublishedGroup, Row
-from pekoe.pipeline.records import Finish, Group, Int64, Trajectory
+from pekoe.pipeline.records import TEACHER_LOGPROBS, TURN_REWARDS, Finish, Group, Int64, Trajectory, has_extra
 
 SCHEMA_VERSION = 1
 LOGPROB_CONVENTION = "token-aligned, at the sampling temperature, full vocabulary"
@@ -33,6 +33,12 @@ TOKEN_COLUMNS: dict[str, tuple[str, type[np.generic]]] = {
     "turn": ("turns", np.int32),
 }
 """Dataset under /tokens -> (field of Trajectory, dtype); each has M entries."""
+
+OPTIONAL_COLUMNS: dict[str, tuple[str, type[np.generic]]] = {
+    "turn_reward": (TURN_REWARDS, np.float32),
+    "teacher_logprob": (TEACHER_LOGPROBS, np.float32),
+}
+"""Of the same kind: dataset -> (name in Trajectory.extra, dtype), in a shard only if some row has it."""
 
 SEQUENCE_COLUMNS: dict[str, type[np.generic]] = {
     "group": np.int64,
@@ -153,7 +159,21 @@ def trajectories_of(tokens: Columns, offsets: Int64, numbers: Columns, infos: Se
         part = slice(start, end)
         arrays = ids[part], masks[part], logprobs[part], versions[part], turns[part]
         rows.append(Trajectory(*arrays, prompt_length, reward, FINISHES[finish], seed, sample, read_info(info)))
+    for name, (field, _) in OPTIONAL_COLUMNS.items():
+        if name in tokens:
+            for row, (start, end) in zip(rows, itertools.pairwise(offsets.tolist()), strict=True):
+                row.extra[field] = tokens[name][start:end]
     return rows
+
+
+def optional_columns(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
+    """Those that a shard of these rows has. ValueError when only some of them have log-probs of a teacher."""
+    return tuple(name for name, (field, _) in OPTIONAL_COLUMNS.items() if has_extra(field, trajectories))
+
+
+def column_dtype(name: str) -> np.dtype[Any]:
+    """Of a token column, in the machine's byte order."""
+    return np.dtype((TOKEN_COLUMNS.get(name) or OPTIONAL_COLUMNS[name])[1])
 
 
 def gather_rows(rows: Sequence[Row], numbers: Columns) -> tuple[PublishedGroup, ...]:

@@ -88,9 +88,11 @@ class ShardBody:
     """What is sealed: the bytes of groups as HDF5, piece by piece."""
 
     def __init__(self, groups: Sequence[Group], attributes: ShardAttributes) -> None:
+        trajectories = schema.trajectories_in(groups)
         self._numbers = schema.sequence_arrays(groups)
-        self._tokens = TokenColumns(schema.trajectories_in(groups), self._numbers)
-        self._layout = shard_layout(attributes, self._numbers, schema.sequence_texts(groups))
+        self._tokens = TokenColumns(trajectories, self._numbers)
+        optional = schema.optional_columns(trajectories)
+        self._layout = shard_layout(attributes, self._numbers, schema.sequence_texts(groups), optional)
 
     def pieces(self) -> Iterator[Any]:
         """Raises ValueError when it comes to an unsound trajectory."""
@@ -105,11 +107,12 @@ def shard_layout(
     attributes: ShardAttributes,
     numbers: schema.Columns,
     texts: Mapping[str, list[bytes]],
+    optional: Sequence[str] = (),
     sources: Sequence[SourceRows] = (),
 ) -> Layout:
     """The file of a shard but for its token columns, which it asks for as `tokens/NAME`.
 
-    `sources` are the shards whose rows an archive takes over.
+    `optional` names those of `OPTIONAL_COLUMNS` that it has; `sources` are the shards whose rows an archive takes over.
     """
     num_tokens = int(numbers["offset"][-1])
     origin = {
@@ -122,7 +125,7 @@ def shard_layout(
     }
     return lay_out(
         {"schema_version": schema.SCHEMA_VERSION, **asdict(attributes)},
-        {f"tokens/{name}": (num_tokens, dtype) for name, (_, dtype) in schema.TOKEN_COLUMNS.items()},
+        {f"tokens/{name}": (num_tokens, schema.column_dtype(name)) for name in (*schema.TOKEN_COLUMNS, *optional)},
         {f"sequences/{name}": column for name, column in numbers.items()} | (origin if sources else {}),
         {f"sequences/{name}": lines for name, lines in texts.items()} | (names if sources else {}),
     )
@@ -135,7 +138,7 @@ def read_columns(
 
     Raises BrokenSeal, or ValueError for entries outside of the file.
     """
-    dtypes = [np.dtype(schema.TOKEN_COLUMNS[name][1]).newbyteorder("<") for name in names]
+    dtypes = [schema.column_dtype(name).newbyteorder("<") for name in names]
     ranges = [
         (addresses[name] + start * dtype.itemsize, (end - start) * dtype.itemsize)
         for name, dtype in zip(names, dtypes, strict=True)
@@ -183,9 +186,10 @@ class Shard:
                 self._hdf5 = h5py.File(self._file, "r", locking=False)
                 self.attributes = self._read_attributes()
                 self._offsets, self._numbers = self._read_numbers()
+                optional = [name for name in schema.OPTIONAL_COLUMNS if name in self._hdf5["tokens"]]
                 self.addresses = {
-                    name: self._address(f"tokens/{name}", dtype, self.num_tokens)
-                    for name, (_, dtype) in schema.TOKEN_COLUMNS.items()
+                    name: self._address(f"tokens/{name}", schema.column_dtype(name), self.num_tokens)
+                    for name in (*schema.TOKEN_COLUMNS, *optional)
                 }
         except BaseException:
             self._file.close()
@@ -274,7 +278,7 @@ class Shard:
         address = self._address(path, dtype, length)
         return self._file.read_range(address, length * stored.itemsize).view(stored)
 
-    def _address(self, path: str, dtype: type[np.generic], length: int) -> int:
+    def _address(self, path: str, dtype: npt.DTypeLike, length: int) -> int:
         """Where the entries of a contiguous column of this type and length begin in the file."""
         column, wanted = self._dataset(path), np.dtype(dtype).newbyteorder("<")
         if column.shape != (length,) or column.dtype != wanted:
@@ -310,7 +314,7 @@ class Shard:
     def _columns(self, first: int, end: int) -> tuple[schema.Columns, Int64, schema.Columns]:
         """Token columns, offsets and numbers of rows first..end-1: one read for each token column."""
         offsets = self._offsets[first : end + 1]
-        names = tuple(schema.TOKEN_COLUMNS)
+        names = tuple(self.addresses)
         tokens = read_columns(self._file, self.addresses, names, int(offsets[0]), int(offsets[-1]))
         return tokens, offsets - offsets[0], {name: column[first:end] for name, column in self._numbers.items()}
 

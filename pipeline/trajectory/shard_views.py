@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pekoe.pipeline.records import Group, Trajectory, epoch_and_position
+from pekoe.pipeline.records import TEACHER_LOGPROBS, TURN_REWARDS, Group, Trajectory, epoch_and_position
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.archive import archive_files
 from pekoe.pipeline.trajectory.shard import BadShard, Shard
@@ -139,9 +139,27 @@ def episode_text(row: int, group: Group, trajectory: Trajectory, decode: Decode 
         f"seed {trajectory.seed}",
     ]
     head = f"── row {row} · {admission} · {group.example} · sample {trajectory.sample}\n   {' · '.join(facts)}"
+    facts_of_extra = [*turn_reward_facts(trajectory), *teacher_facts(trajectory)]
+    if facts_of_extra:
+        head += f"\n   {' · '.join(facts_of_extra)}"
     if trajectory.info:
         head += f"\n   info {trajectory.info}"
     return f"{head}\n{marked_text(trajectory, decode)}"
+
+
+def turn_reward_facts(trajectory: Trajectory) -> list[str]:
+    """Rewards that turns have earned of their own: `turn rewards 0: -1, 2: 0.5`."""
+    rewards = trajectory.extra.get(TURN_REWARDS)
+    if rewards is None:
+        return []
+    earned = [f"{trajectory.turns[at]}: {rewards[at]:.4g}" for at in np.flatnonzero(rewards)]
+    return [f"turn rewards {', '.join(earned) or 'all 0'}"]
+
+
+def teacher_facts(trajectory: Trajectory) -> list[str]:
+    """How likely the teacher finds what was sampled."""
+    logprobs = trajectory.extra.get(TEACHER_LOGPROBS)
+    return [] if logprobs is None else [f"teacher's mean log-prob {logprobs[trajectory.loss_mask != 0].mean():.3f}"]
 
 
 def marked_text(trajectory: Trajectory, decode: Decode | None) -> str:

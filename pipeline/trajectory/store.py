@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from pekoe.pipeline import files
 from pekoe.pipeline.messages import Published
-from pekoe.pipeline.records import Trajectory
+from pekoe.pipeline.records import TEACHER_LOGPROBS, Trajectory
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.trajectory.shard import NOT_THERE_YET, SUFFIX, BadShard, Shard
 
@@ -54,13 +54,16 @@ class Store:
 
     `retry_seconds` bounds how long one `read` waits, in all, for names that are late on a network filesystem (ENOENT,
     ESTALE). At most `open_shards` files are kept open, so memory and handles are bounded. With a `temperature`, a shard
-    whose log-probs are at another one is as bad as a damaged one: ratios over it would be biased.
+    whose log-probs are at another one is as bad as a damaged one: ratios over it would be biased. With `teacher` true,
+    so is a shard without the log-probs of a teacher; with false they are left out where a shard has them.
     """
 
     def __init__(
-        self, run: RunDirectory, *, open_shards: int = 16, retry_seconds: float = 5.0, temperature: float | None = None
-    ) -> None:
+        self, run: RunDirectory, *, open_shards: int = 16, retry_seconds: float = 5.0,
+        temperature: float | None = None, teacher: bool | None = None,
+    ) -> None:  # fmt: skip
         self._run = run
+        self._teacher = teacher
         self._temperature = temperature
         self._open_shards = open_shards
         self._retry_seconds = retry_seconds
@@ -112,10 +115,14 @@ class Store:
     def _read_rows(self, name: str, rows: Sequence[int], deadline: float) -> list[tuple[int, Trajectory]]:
         def read_once() -> list[tuple[int, Trajectory]]:
             try:
-                return self._opened(name).read(rows)
+                found = self._opened(name).read(rows)
             except (BadShard, OSError):
                 self._forget(name)
                 raise
+            if self._teacher is False:
+                for _, trajectory in found:
+                    trajectory.extra.pop(TEACHER_LOGPROBS, None)
+            return found
 
         return _patiently(read_once, deadline)
 
@@ -133,6 +140,8 @@ class Store:
         found = shard.attributes.temperature
         if self._temperature is not None and found != self._temperature:
             raise BadShard(path, f"log-probs at temperature {found}, wanted gconfig.temperature {self._temperature}")
+        if self._teacher and "teacher_logprob" not in shard.addresses:
+            raise BadShard(path, "no log-probs of a teacher, which teacher.place: engine wants")
         if len(self._shards) > self._open_shards:
             self._forget(next(iter(self._shards)))
         return shard

@@ -6,7 +6,8 @@ at, `starts` are the offsets without the last. Together the checks are those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -14,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pekoe.pipeline.messages import Row
-from pekoe.pipeline.records import Int64, Trajectory
-from pekoe.pipeline.trajectory.schema import TOKEN_COLUMNS, Column, Columns
+from pekoe.pipeline.records import HIGHEST_LOGPROB, Int64, Trajectory, extra_or_zeros, turn_rewards_are_sound
+from pekoe.pipeline.trajectory.schema import OPTIONAL_COLUMNS, TOKEN_COLUMNS, Column, Columns, column_dtype
 
 PIECE_TOKENS = 1 << 17
 """Tokens of one piece: it stays in the processor's cache until it is checked, hashed and handed to the kernel."""
-HIGHEST_LOGPROB = 1e-4
 
 Bools = npt.NDArray[np.bool_]
 
@@ -53,6 +53,15 @@ def versions_are_sound(versions: Column, active: Bools) -> bool:
     return int(versions.min()) >= -1 and np.array_equal(versions >= 0, active)
 
 
+def optional_is_sound(name: str, values: Column, active: Bools, turns: Column, starts: Int64) -> bool:
+    """An entry of OPTIONAL_COLUMNS."""
+    if not np.isfinite(values).all():
+        return False
+    if name == "teacher_logprob":
+        return bool(values.max() <= HIGHEST_LOGPROB) and not values[~active].any()
+    return turn_rewards_are_sound(values, active, turns, starts)
+
+
 def rows_are_sound(tokens: Columns, offsets: Int64, numbers: Columns) -> bool:
     """What `Trajectory.check` looks at; `tokens` are the columns of these rows only."""
     if not numbers_are_sound(numbers, np.diff(offsets)):
@@ -66,6 +75,9 @@ def rows_are_sound(tokens: Columns, offsets: Int64, numbers: Columns) -> bool:
             and versions_are_sound(tokens["version"][part], active)
         ):
             return False
+        for name in OPTIONAL_COLUMNS:
+            if name in tokens and not optional_is_sound(name, tokens[name][part], active, tokens["turn"][part], starts):
+                return False
     return True
 
 
@@ -107,8 +119,16 @@ class RowFacts:
         return [Row(*values) for values in zip(*columns, strict=True)]
 
 
+def _taker(name: str) -> Callable[[Trajectory], npt.NDArray[Any]]:
+    """Gives a trajectory's part of a column."""
+    if name in OPTIONAL_COLUMNS:
+        return partial(extra_or_zeros, OPTIONAL_COLUMNS[name][0])
+    return attrgetter(TOKEN_COLUMNS[name][0])
+
+
 class TokenColumns:
-    """The columns of /tokens of some trajectories, checked as they are asked for, in the order of `TOKEN_COLUMNS`.
+    """The columns of /tokens of some trajectories, checked as they are asked for, in the order of `TOKEN_COLUMNS` with
+    optional ones behind them.
 
     Raises ValueError for an unsound trajectory: its numbers at once, its tokens when their column is asked for.
     """
@@ -126,8 +146,8 @@ class TokenColumns:
 
     def pieces(self, name: str) -> Iterator[Column]:
         """A column piece by piece; each piece is valid until the next is asked for."""
-        field, dtype = TOKEN_COLUMNS[name]
-        take, room = attrgetter(field), np.empty(PIECE_TOKENS, dtype)
+        dtype = column_dtype(name)
+        take, room = _taker(name), np.empty(PIECE_TOKENS, dtype)
         lengths = self._lengths.tolist()
         for index, (first, end) in enumerate(self._slices):
             part = self._trajectories[first:end]
@@ -153,6 +173,9 @@ class TokenColumns:
         if name == "version":
             self._facts.add_versions(piece, starts)
             return versions_are_sound(piece, self._active[index])
+        if name in OPTIONAL_COLUMNS:
+            turns = np.concatenate([trajectory.turns for trajectory in self._trajectories[first:end]])
+            return optional_is_sound(name, piece, self._active[index], turns, starts)
         return True
 
     def rows(self) -> list[Row]:

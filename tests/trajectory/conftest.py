@@ -62,6 +62,10 @@ def check_equal(found: Trajectory, expected: Trajectory) -> None:
         np.testing.assert_array_equal(left, right)
     for name in ("prompt_length", "reward", "finish", "seed", "sample", "info"):
         assert getattr(found, name) == getattr(expected, name), name
+    assert set(found.extra) == set(expected.extra)
+    for name, values in expected.extra.items():
+        assert found.extra[name].dtype == np.float32
+        np.testing.assert_array_equal(found.extra[name], values)
 
 
 @pytest.fixture
