@@ -10,6 +10,8 @@ and a few numbers per sequence. They lie on the floor because control, rollout a
     head  -> trainer   Endpoint, Plan, Commit, Replan, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer
     head  -> trainer   CheckLogprobs
     head  -> rollout   CheckEngine
+    head  -> trainer   Evaluate (supervised tasks)
+    trainer -> head    EvaluationPart
     trainer -> head    Hello, RowsRead, StepDone, WeightsSent, WeightsShared, Saved, Exported, Present
     foreman -> rollout Follow, beside what a head sends (rollout ranks of an attached world)
     any   -> head      SignalReceived, Leaving, Stacks
@@ -94,7 +96,7 @@ class Cancel(Message, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What the head must know of one published sequence to plan a batch and to normalise its reward."""
+    """What the head must know of one published sequence to plan a batch and to report on it."""
 
     row: int
     sample: int
@@ -305,15 +307,13 @@ class PhaseReached(Message, frozen=True):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence of a batch, with what was computed over the whole batch on the head."""
+    """A sequence of a batch."""
 
     shard: int
     """Index into Plan.shards."""
     row: int
     group: int
     length: int
-    advantage: float
-    """Reward after bias, scaling, clip and normalisation: goes on the last active token."""
 
 
 class Plan(Message, frozen=True):
@@ -364,6 +364,23 @@ class StepDone(Message, frozen=True):
     """The new version."""
     seconds: float
     stats: dict[str, float] = {}
+
+
+class Evaluate(Message, frozen=True):
+    """Supervised tasks: the loss on some validation examples by the weights of `version`."""
+
+    version: int
+    first: int
+    count: int
+    """Examples `first` to `first + count - 1`."""
+
+
+class EvaluationPart(Message, frozen=True):
+    """A trainer rank has evaluated these examples together with its peers; `sums` are over all ranks, equal on all."""
+
+    version: int
+    first: int
+    sums: dict[str, float] = {}
 
 
 class Save(Message, frozen=True):

@@ -9,7 +9,7 @@ from pekoe.pipeline.control.attached_worlds import AttachedWorlds
 from pekoe.pipeline.control.checkpoint_saves import CheckpointFiles
 from pekoe.pipeline.control.dispatcher import Dispatcher, Losses
 from pekoe.pipeline.control.start_check import StartCheck
-from pekoe.pipeline.control.step import PlanRows, ScoreRows, StepRows
+from pekoe.pipeline.control.step import ChooseRows, PlanRows, StepRows
 from pekoe.pipeline.control.step_report import StepReport
 from pekoe.pipeline.control.stop_watch import StopWatch
 from pekoe.pipeline.control.weight_update import WeightUpdates
@@ -32,7 +32,7 @@ class ControllerParts:
     weights: WeightUpdates
     attached: AttachedWorlds | None
     """None: worlds may not attach to this run."""
-    score: ScoreRows
+    choose_rows: ChooseRows
     plan_rows: PlanRows
     num_validation: int
     record_step: Callable[[int, StepRows, Losses], None]

@@ -1,4 +1,4 @@
-"""From a chosen batch to what each trainer rank computes: scores, rows, plans, denominators."""
+"""From a chosen batch to what each trainer rank computes: which rows train, plans, denominators."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.messages import Plan, PlannedRow, Row
-from pekoe.pipeline.records import Float64, Int64, UInt8
+from pekoe.pipeline.records import Int64, UInt8
 
 Assignment = Sequence[Sequence[Sequence[Iterable[int]]]]
 """[rank][minibatch][micro-batch] -> indices of rows."""
-ScoreRows = Callable[[Float64, Int64, Int64, UInt8], tuple[Float64, UInt8]]
-"""(rewards, groups, samples, truncated) [N] -> (advantages [N], rows that train [N])."""
+ChooseRows = Callable[[UInt8], UInt8]
+"""Which rows were truncated [N] -> which ones train [N]."""
 PlanRows = Callable[[Int64, Int64], Assignment]
 """(lengths, groups) [N] of the rows that train -> assignment over all trainer ranks."""
 
@@ -25,24 +25,19 @@ class StepRows:
 
     groups: tuple[OutstandingGroup, ...]
     rows: tuple[tuple[OutstandingGroup, Row], ...]
-    advantages: Float64  # [N]
     trains: UInt8  # [N]
 
 
-def score_batch(groups: Sequence[OutstandingGroup], score: ScoreRows) -> StepRows:
-    """Rewards of the whole batch become one advantage a row (normalised over true groups)."""
+def rows_of(groups: Sequence[OutstandingGroup], choose_rows: ChooseRows) -> StepRows:
+    """All rows of a batch, which may be empty, and which of them train."""
     rows = tuple((group, row) for group in groups for row in group.rows)
-    advantages, trains = score(
-        np.array([row.reward for _, row in rows], dtype=np.float64),
-        np.array([group.number for group, _ in rows], dtype=np.int64),
-        np.array([row.sample for _, row in rows], dtype=np.int64),
-        np.array([row.truncated for _, row in rows], dtype=np.uint8),
-    )
-    return StepRows(tuple(groups), rows, advantages, trains)
+    truncated = np.array([row.truncated for _, row in rows], dtype=np.uint8)
+    return StepRows(tuple(groups), rows, choose_rows(truncated))
 
 
 def make_plans(batch: StepRows, plan_rows: PlanRows, version: int, round_number: int) -> list[Plan]:
-    """One Plan per trainer rank, with denominators over all of them."""
+    """One Plan per trainer rank, with denominators over all of them. Without a row that trains there are no
+    minibatches."""
     training = np.flatnonzero(batch.trains)
     lengths = np.array([batch.rows[i][1].length for i in training], dtype=np.int64)
     numbers = np.array([batch.rows[i][0].number for i in training], dtype=np.int64)
@@ -62,7 +57,7 @@ def make_plans(batch: StepRows, plan_rows: PlanRows, version: int, round_number:
                     i = int(training[index])
                     group, row = batch.rows[i]
                     shard = shards.setdefault(group.shard, len(shards))
-                    chosen.append(PlannedRow(shard, row.row, group.number, row.length, float(batch.advantages[i])))
+                    chosen.append(PlannedRow(shard, row.row, group.number, row.length))
                     num_active[m] += row.num_active
                     num_sequences[m] += 1
                 cut.append(tuple(chosen))

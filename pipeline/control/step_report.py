@@ -49,22 +49,12 @@ class StepReport:
         self.sampled.append((self.began, self.sampled[-1][1] if self.sampled else 0))
 
     def trained(self, rows: StepRows, stats: Mapping[str, float], losses: Losses, seconds: float) -> None:
-        rewards = np.array([row.reward for _, row in rows.rows])
-        lengths = np.array([row.num_active for _, row in rows.rows])
         version = int(stats.get("version", 0)) - 1
         if self.gap_watch is not None:
             self.gap_watch.look(version + 1, stats)
-        staleness = np.array(row_staleness(rows.groups, version))
         self.figures = {
             **{name: value for name, value in stats.items() if name != "version"},
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/max": float(rewards.max()),
-            "length/mean": float(lengths.mean()),
-            "length/max": float(lengths.max()),
-            "truncated/share": float(np.mean([row.truncated for _, row in rows.rows])),
-            "staleness/mean": float(staleness.mean()),
-            "staleness/max": float(staleness.max()),
+            **row_figures(rows, version),
             "groups/consumed": float(len(rows.groups)),
             "groups/filtered": float(len(losses.filtered)),
             "groups/skipped": float(len(losses.skipped)),
@@ -142,3 +132,33 @@ class StepReport:
                 waiting_for=controller.pump.reason,
             )
         )
+
+
+def row_figures(batch: StepRows, version: int) -> dict[str, float]:
+    """Of all rows of the batch, masked ones too, in the step at `version`; nothing without rows.
+
+    Rewards are as the reward function gave them. `staleness/…` is that of the oldest token of each row, its spread
+    the versions between the oldest and the newest one; `groups/zero_variance` the share of groups whose rewards are
+    all equal.
+    """
+    if not batch.rows:
+        return {}
+    rows = [row for _, row in batch.rows]
+    rewards = np.array([row.reward for row in rows])
+    lengths = np.array([row.num_active for row in rows])
+    staleness = np.array(row_staleness(batch.groups, version))
+    spread = np.array([row.max_version - row.min_version for row in rows])
+    equal = [len({row.reward for row in group.rows}) == 1 for group in batch.groups if group.rows]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/max": float(rewards.max()),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "truncated/share": float(np.mean([row.truncated for row in rows])),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+        "staleness/spread_mean": float(spread.mean()),
+        "staleness/spread_max": float(spread.max()),
+        "groups/zero_variance": float(np.mean(equal)),
+    }

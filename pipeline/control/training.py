@@ -12,7 +12,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.control.parts import ControllerParts
 from pekoe.pipeline.control.pump import Pump
-from pekoe.pipeline.control.step import StepRows, make_plans, score_batch
+from pekoe.pipeline.control.step import StepRows, make_plans, rows_of
 from pekoe.pipeline.messages import Commit, Message, Phase, PhaseReached, Replan, RowsRead, StepDone, Wake
 
 
@@ -37,13 +37,13 @@ class Training:
         )
 
     def step(self, batch: list[OutstandingGroup], version: int) -> StepRows | None:
-        """The step at `version`. None: some rows were damaged or a stop was asked for; nothing was trained, and damaged
-        groups are issued again."""
+        """The step at `version`, of a batch that may be empty. None: some rows were damaged or a stop was asked for;
+        nothing was trained, and damaged groups are issued again."""
         self.version = version
         self.engines_rest = self.parts.colocated
         if self.parts.colocated:
             self._rest_engines()
-        rows = score_batch(batch, self.parts.score)
+        rows = rows_of(batch, self.parts.choose_rows)
         self._check_staleness(batch)
         self.rows_read.clear()
         self.steps_done.clear()
@@ -114,7 +114,7 @@ class Training:
         eta = self.config.rollout.max_head_offpolicyness
         if eta is None:
             return
-        oldest = min(row.min_version for group in batch for row in group.rows)
+        oldest = min((row.min_version for group in batch for row in group.rows), default=self.version)
         if self.version - oldest > eta:
             raise AssertionError(f"a token of version {oldest} reached the step at {self.version}; eta is {eta}")
 

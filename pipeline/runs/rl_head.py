@@ -7,8 +7,6 @@ import time
 
 import numpy as np
 
-from pekoe.pipeline.algorithm.normalise import normalise_rewards
-from pekoe.pipeline.algorithm.rewards import shape_rewards
 from pekoe.pipeline.batch.plan import plan_batch
 from pekoe.pipeline.control.controller import INBOX_KINDS, Controller
 from pekoe.pipeline.control.dispatcher import Dispatcher
@@ -22,7 +20,7 @@ from pekoe.pipeline.control.weight_update import WeightUpdates
 from pekoe.pipeline.observe.metrics import MetricsWriter
 from pekoe.pipeline.observe.progress import Progress
 from pekoe.pipeline.observe.report import report
-from pekoe.pipeline.records import Float64, Int64, UInt8
+from pekoe.pipeline.records import Int64, UInt8
 from pekoe.pipeline.runs.board_thread import BoardThread, attached_worlds
 from pekoe.pipeline.runs.bookkeeping import Bookkeeping
 from pekoe.pipeline.runs.context import HEAD, RunContext
@@ -88,7 +86,7 @@ def lead(
         dispatcher=dispatcher,
         weights=build_weight_updates(context, engine, sender),
         attached=attached_worlds(context, board) if board else None,
-        score=lambda rewards, groups, samples, truncated: score_rows(context, rewards, groups, samples, truncated),
+        choose_rows=lambda truncated: rows_that_train(context, truncated),
         plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
         num_validation=0 if validation is None else len(validation),
         record_step=books.record_step,
@@ -186,16 +184,11 @@ def build_stop_watch(context: RunContext, past: Past) -> StopWatch:
     )
 
 
-def score_rows(
-    context: RunContext, rewards: Float64, groups: Int64, samples: Int64, truncated: UInt8
-) -> tuple[Float64, UInt8]:
-    """Rewards of the whole batch -> one advantage a row, and which rows train."""
-    actor = context.config.actor
-    trains = np.ones(len(rewards), dtype=np.uint8)
-    if actor.mask_truncated:
-        trains = (1 - truncated).astype(np.uint8)
-    shaped = shape_rewards(rewards, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
-    return normalise_rewards(shaped, groups, samples, actor.reward_norm, trains.astype(bool)), trains
+def rows_that_train(context: RunContext, truncated: UInt8) -> UInt8:
+    """1 for each row of a batch that is trained on."""
+    if context.config.actor.mask_truncated:
+        return (1 - truncated).astype(np.uint8)
+    return np.ones_like(truncated)
 
 
 def plan_rows(context: RunContext, lengths: Int64, groups: Int64) -> Assignment:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from pekoe.pipeline import complete_folder, files
-from pekoe.pipeline.algorithm.advantages import place_outcomes, token_gae
-from pekoe.pipeline.algorithm.normalise import normalise_tokens
-from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
 from pekoe.pipeline.messages import Hello, Inbox, PublishWeights, TensorSpec
-from pekoe.pipeline.records import PackedBatch, RowKey, Trajectory
+from pekoe.pipeline.records import RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
 from pekoe.pipeline.runs.rank_store import meet
+from pekoe.pipeline.runs.step_setup import build_step
 from pekoe.pipeline.runs.transports import shared_setup, transport_setup
 from pekoe.pipeline.train.checkpoint import ENGINE, LATE_SECONDS, Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
@@ -54,10 +51,11 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     shared: WeightSender = DiskTransport.sender(shared_setup(context, "trainer"))
     store = Store(context.run, temperature=config.gconfig.temperature)
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
+    saved = {ENGINE: engine}
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
-        load_checkpoint(context, engine)
-    learner = build_learner(context, inbox, engine, sender, shared, store, checkpoints)
+        load_checkpoint(context, saved)
+    learner = build_learner(context, inbox, engine, saved, sender, shared, store, checkpoints)
     context.watch("learner", learner.progress)
     if context.is_head:
         crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
@@ -74,6 +72,7 @@ def build_learner(
     context: RunContext,
     inbox: Inbox,
     engine: TrainEngine,
+    saved: Mapping[str, TrainEngine],
     sender: WeightSender,
     shared: WeightSender,
     store: Store,
@@ -89,15 +88,6 @@ def build_learner(
         except BadRows as error:
             raise BadRowsError(error.rows) from error
 
-    def make_loss(num_active: int, num_sequences: int, version: int) -> PolicyObjective:
-        return PolicyObjective(
-            config.actor,
-            num_active=num_active,
-            num_sequences=num_sequences,
-            max_new_tokens=config.gconfig.max_new_tokens,
-            version=version,
-        )
-
     def send_weights(
         message: PublishWeights, specs: Sequence[TensorSpec], weights: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
@@ -112,10 +102,9 @@ def build_learner(
         inbox=inbox,
         head=HEAD,
         engine=engine,
+        saved=saved,
         read_rows=read_rows,
-        add_advantages=lambda batches, rows, groups: add_advantages(context, batches, rows, groups),
-        make_loss=make_loss,
-        needs_prox_forward=needs_prox_forward(config.actor),
+        step=build_step(config, engine, None, context.num_steps, context.torch_device),
         transfer_error=TransferError,
         send_weights=send_weights,
         share_weights=share_weights,
@@ -127,7 +116,7 @@ def build_learner(
         set_phase=context.phase_of("learner"),
         set_version=world.set_version,
     )
-    return Learner(config, parts, context.num_steps, context.start.version)
+    return Learner(config, parts, context.start.version)
 
 
 def form_trainer_group(context: RunContext) -> None:
@@ -163,15 +152,19 @@ def transport_name(context: RunContext) -> str:
     return "local" if context.ranks.colocated else context.config.actor.weight_update_mode
 
 
-def load_checkpoint(context: RunContext, engine: TrainEngine) -> None:
-    """Fills the engine, and this rank's random generators; a rank that the saved run did not have (another number of
+def load_checkpoint(context: RunContext, saved: Mapping[str, TrainEngine]) -> None:
+    """Fills the engines, and this rank's random generators; a rank that the saved run did not have (another number of
     trainer ranks) gets fresh ones, by its number and the version. The marker says which it is, not a look at the
     disk."""
     folder = Path(context.start.checkpoint)
     marker = complete_folder.read_marker(folder, retry_seconds=LATE_SECONDS)
-    engine.load(folder / ENGINE)
+    names = {file.name for file in complete_folder.listed_files(marker)}
+    for part, engine in saved.items():
+        if not any(name.startswith(f"{part}/") for name in names):
+            raise ValueError(f"{part}: {folder} has none; a run goes on with the models that it began with")
+        engine.load(folder / part)
     name = rng_file(context.world.rank)
-    if name in {file.name for file in complete_folder.listed_files(marker)}:
+    if name in names:
         restore_rng_state(files.read_bytes(folder / name, LATE_SECONDS), context.device)
         return
     logger.info("random generators start anew: the checkpoint has none for rank %d", context.world.rank)
@@ -181,41 +174,3 @@ def load_checkpoint(context: RunContext, engine: TrainEngine) -> None:
 def rng_file(rank: int) -> str:
     """Random states of a trainer rank, in a checkpoint."""
     return f"rng-{rank}.msgpack"
-
-
-def add_advantages(
-    context: RunContext, batches: list[PackedBatch], rows: list[list[float]], groups: Sequence[int]
-) -> None:
-    """Places each sequence's advantage on its last active token, spreads it (GAE without a critic), normalises."""
-    actor = context.config.actor
-    if not batches:
-        return
-    for batch, outcomes in zip(batches, rows, strict=True):
-        mask, cu_seqlens = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.cu_seqlens)
-        placed = place_outcomes(torch.tensor(outcomes, dtype=torch.float64), mask, cu_seqlens)
-        advantages, _ = token_gae(placed, mask, cu_seqlens, actor.discount, actor.gae_lambda)
-        batch.extra["advantages"] = advantages.to(torch.float32).numpy()
-    if actor.adv_norm is None:
-        return
-    lengths = np.concatenate([batch.lengths for batch in batches])
-    numbers = np.concatenate([batch.groups for batch in batches])
-    cut = np.cumsum([batch.num_tokens for batch in batches])[:-1]
-    normalised = normalise_tokens(
-        torch.from_numpy(np.concatenate([batch.extra["advantages"] for batch in batches])),
-        torch.from_numpy(np.concatenate([batch.loss_mask for batch in batches])),
-        torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-        torch.from_numpy(np.searchsorted(np.asarray(groups, dtype=np.int64), numbers)),
-        actor.adv_norm,
-        reduce_sum=lambda tensor: _all_reduce(tensor, dist.ReduceOp.SUM, context.torch_device),
-        reduce_max=lambda tensor: _all_reduce(tensor, dist.ReduceOp.MAX, context.torch_device),
-        num_groups=len(groups),
-    )
-    for batch, part in zip(batches, np.split(normalised.numpy(), cut), strict=True):
-        batch.extra["advantages"] = part
-
-
-def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, device: torch.device) -> torch.Tensor:
-    """Over the trainer ranks, on the device that their group can reach."""
-    moved = tensor.to(device)
-    dist.all_reduce(moved, operation)
-    return moved.to(tensor.device)

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 ENGINE = "engine"
-"""The folder of a checkpoint that the trainer engine writes."""
+"""The folder of a checkpoint that the actor's engine writes."""
+CRITIC = "critic"
+"""The folder that the critic's engine writes, in a run that has one."""
 CONTROLLER_STATE = "controller.msgpack"
 """The controller's snapshot, in a checkpoint."""
 LATE_SECONDS = 60.0

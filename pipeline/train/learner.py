@@ -1,7 +1,7 @@
 """The learner loop: the same on every trainer rank, told by the head what to do next.
 
 Plan      read and verify this rank's rows, answer RowsRead; wait outside of any collective
-Commit    proximal log-probs -> advantages -> one optimiser update a minibatch -> StepDone      (collective from here)
+Commit    train on them (`training_step.py`) -> StepDone                                        (collective from here)
 Replan    forget the rows
 CheckLogprobs, PublishWeights, ShareWeights, Export
           collective too; the head sends them to all trainer ranks in one order
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,9 +46,9 @@ from pekoe.pipeline.messages import (
     WeightsShared,
 )
 from pekoe.pipeline.records import Finish, PackedBatch, RowKey, Trajectory, pack
-from pekoe.pipeline.train.checkpoint import ENGINE
-from pekoe.pipeline.train.engine import LossFunction, TrainEngine
+from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.train.saver import Saver, StagedSave
+from pekoe.pipeline.train.training_step import TrainingStep
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,6 @@ logger = logging.getLogger(__name__)
 INBOX_KINDS: tuple[type[Message], ...] = (
     Plan, Commit, Replan, CheckLogprobs, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer,
 )  # fmt: skip
-
-
-FRESH = "fresh_"
-"""Statistics of trainer against engine on tokens that the step's own version has sampled: only while its weights are
-those of the version."""
 
 
 class BadRowsError(Exception):
@@ -83,15 +78,12 @@ class LearnerParts:
     inbox: Inbox
     head: int
     engine: TrainEngine
+    """The actor's: its weights are published."""
+    saved: Mapping[str, TrainEngine]
+    """What a checkpoint holds, by its folder in it: the actor, and the critic where there is one."""
     read_rows: Callable[[Sequence[RowKey]], list[tuple[int, Trajectory]]]
     """In the order of the keys; raises BadRowsError."""
-    add_advantages: Callable[[list[PackedBatch], list[list[float]], Sequence[int]], None]
-    """Puts `advantages` [M] into each batch's extra, from one advantage a sequence and all groups of the global batch.
-
-    May be collective."""
-    make_loss: Callable[[int, int, int], LossFunction]
-    """(active tokens, sequences of the global minibatch, version) -> its loss."""
-    needs_prox_forward: bool
+    step: TrainingStep
     transfer_error: type[Exception]
     """What `send_weights` raises when the transfer, not this rank, has failed."""
     send_weights: Callable[[PublishWeights, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], None]
@@ -101,7 +93,7 @@ class LearnerParts:
     checkpoint_folder: Callable[[int], Path]
     """Where the checkpoint of a version is being put together; the same on all ranks."""
     other_files: Callable[[], dict[str, bytes]]
-    """What belongs into a checkpoint beside the engine, by file name: this rank's random states as they are now."""
+    """What belongs into a checkpoint beside the engines, by file name: this rank's random states as they are now."""
     start_thread: Callable[[str, Callable[[], None]], None]
     """Runs something beside the learner; what it raises ends the run."""
     export_folder: Callable[[str], Path]
@@ -115,14 +107,13 @@ class Rows:
 
     plan: Plan
     batches: list[list[PackedBatch]]
-    advantages: list[list[list[float]]]
 
 
 class Learner:
-    """Owns the engine on its own thread."""
+    """Owns the engines on its own thread."""
 
-    def __init__(self, config: RunConfig, parts: LearnerParts, num_steps: int, version: int) -> None:
-        self.config, self.parts, self.num_steps, self.version = config, parts, num_steps, version
+    def __init__(self, config: RunConfig, parts: LearnerParts, version: int) -> None:
+        self.config, self.parts, self.version = config, parts, version
         self.rows: Rows | None = None
         self.num_handled = 0
         self.is_busy = False
@@ -179,8 +170,7 @@ class Learner:
             self.parts.post.send(self.parts.head, RowsRead(plan.version, plan.round, error.bad))
             return
         batches = [[pack([next(read) for _ in rows]) for rows in minibatch] for minibatch in plan.minibatches]
-        advantages = [[[row.advantage for row in rows] for rows in minibatch] for minibatch in plan.minibatches]
-        self.rows = Rows(plan, batches, advantages)
+        self.rows = Rows(plan, batches)
         self.parts.post.send(self.parts.head, RowsRead(plan.version, plan.round))
 
     def step(self, commit: Commit) -> None:
@@ -189,32 +179,10 @@ class Learner:
         if rows is None or (rows.plan.version, rows.plan.round) != (commit.version, commit.round):
             raise AssertionError(f"{commit} without its plan")
         began = time.monotonic()
-        flat = [batch for minibatch in rows.batches for batch in minibatch]
-        self._add_proximal(flat)
-        self.parts.add_advantages(flat, [a for minibatch in rows.advantages for a in minibatch], rows.plan.groups)
-        engine, temperature = self.parts.engine, self.config.gconfig.temperature
-        engine.set_progress(self.version / max(self.num_steps, 1))
-        totals: dict[str, float] = {}
-        for index, batches in enumerate(rows.batches):
-            plan = rows.plan
-            loss = self.parts.make_loss(plan.num_active[index], plan.num_sequences[index], commit.version)
-            stats = engine.train_batch(batches, loss, temperature)
-            if index > 0 and not self.parts.needs_prox_forward:
-                stats = {name: value for name, value in stats.items() if not name.startswith(FRESH)}
-            _accumulate(totals, stats, len(rows.batches))
+        stats = self.parts.step.run(rows.plan, rows.batches, self.parts.set_phase)
         self.version = commit.version + 1
         self.parts.set_version(self.version)
-        derived = derive_stats(totals)
-        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, derived))
-
-    def _add_proximal(self, batches: list[PackedBatch]) -> None:
-        """Log-probs by the weights at the start of the step, in the same packing as the update."""
-        if self.parts.needs_prox_forward:
-            self.parts.set_phase("proximal log-probs")
-            found = self.parts.engine.forward(batches, self.config.gconfig.temperature)
-            for batch, logprobs in zip(batches, found, strict=True):
-                batch.extra["prox_logprobs"] = logprobs.cpu().numpy()
-        self.parts.set_phase("training")
+        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, stats))
 
     def publish(self, message: PublishWeights) -> None:
         """Streams the weights; the head rank reports, with the log-probs of the check sequences."""
@@ -278,11 +246,11 @@ class Learner:
         began = time.monotonic()
         self._wait_for_saver()
         self.parts.set_phase("staging the checkpoint")
-        staged = self.parts.engine.stage()
+        staged = {name: engine.stage() for name, engine in self.parts.saved.items()}
         others = self.parts.other_files()
         folder = self.parts.checkpoint_folder(message.version)
         stage_seconds = time.monotonic() - began
-        self.saver.begin(StagedSave(message.version, folder, ENGINE, staged, others, began, stage_seconds))
+        self.saver.begin(StagedSave(message.version, folder, staged, others, began, stage_seconds))
 
     def _wait_for_saver(self) -> None:
         if self.saver.is_busy:
@@ -292,43 +260,6 @@ class Learner:
     def _tell_from_first(self, message: Message) -> None:
         if self.parts.post.rank == self.parts.head:
             self.parts.post.send(self.parts.head, message)
-
-
-def _accumulate(totals: dict[str, float], stats: dict[str, float], num_minibatches: int) -> None:
-    """Adds a minibatch: sums add up, maxima are kept, what holds for each update is averaged."""
-    for name, value in stats.items():
-        if name.endswith("_max"):
-            totals[name] = max(totals.get(name, value), value)
-        elif name in ("lr", "grad_norm", "loss"):
-            totals[name] = totals.get(name, 0.0) + value / num_minibatches
-        else:
-            totals[name] = totals.get(name, 0.0) + value
-
-
-def derive_stats(sums: dict[str, float]) -> dict[str, float]:
-    """Statistics of the global batch: sums over tokens become means; maxima, norms and counts stay as they are."""
-    tokens = max(sums.get("tokens", 0.0), 1.0)
-    kept = {"loss", "tokens", "sequences", "lr", "grad_norm", "update_skipped"}
-    derived = {
-        f"train/{name}": value if name in kept or name.endswith("_max") else value / tokens
-        for name, value in sums.items()
-        if not name.startswith(FRESH)
-    }
-    return derived | _gap_stats(sums)
-
-
-def _gap_stats(sums: dict[str, float]) -> dict[str, float]:
-    """`engine_gap/…`: the engines' log-probs against the trainer's by the same weights; nothing without such tokens."""
-    tokens = sums.get("fresh_tokens", 0.0)
-    if not tokens:
-        return {}
-    return {
-        "engine_gap/tokens": tokens,
-        "engine_gap/mean": sums["fresh_gap"] / tokens,
-        "engine_gap/drift": sums["fresh_drift"] / tokens,
-        "engine_gap/share_above_0.1": sums["fresh_wide"] / tokens,
-        "engine_gap/max": sums["fresh_gap_max"],
-    }
 
 
 def _bare_trajectory(ids: Sequence[int]) -> Trajectory:

@@ -1,7 +1,7 @@
 """Writes staged checkpoints beside training: one save in flight, the next one waits for it.
 
-learner thread    wait for the last save ─► engine.stage(), random states   (training stands still until here)
-saver thread      engine files, then the rank's other files ─► Saved to the head
+learner thread    wait for the last save ─► engines' stage(), random states   (training stands still until here)
+saver thread      engines' files, then the rank's other files ─► Saved to the head
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class StagedSave:
     version: int
     folder: Path
     """Where the checkpoint is being put together."""
-    engine_folder: str
-    """Of the engine's files, below `folder`."""
-    engine: StagedState
+    engines: Mapping[str, StagedState]
+    """By the folder of their files below `folder`; the same on all ranks, in one order."""
     others: Mapping[str, bytes]
     """This rank's other files by name."""
     began: float
@@ -82,8 +81,9 @@ def write_save(save: StagedSave) -> Saved:
     written: list[WrittenFile] = []
     failure: OSError | None = None
     try:
-        for file in save.engine.write(save.folder / save.engine_folder):
-            written.append(WrittenFile(f"{save.engine_folder}/{file.name}", file.num_bytes, file.blake2b))
+        for engine_folder, staged in save.engines.items():
+            for file in staged.write(save.folder / engine_folder):
+                written.append(WrittenFile(f"{engine_folder}/{file.name}", file.num_bytes, file.blake2b))
         for name, content in sorted(save.others.items()):
             with files.create(save.folder / name) as file_out:
                 file_out.write(content)
@@ -92,6 +92,9 @@ def write_save(save: StagedSave) -> Saved:
     except OSError as error:
         logger.exception("checkpoint of version %d failed", save.version)
         failure = error
+        # A refusal is every rank's: none of them writes the engines that come after it.
+        for staged in save.engines.values():
+            staged.discard()
     return Saved(
         save.version,
         seconds=time.monotonic() - save.began,

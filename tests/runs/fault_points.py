@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from pekoe.launch.postoffice import PostOffice
 from pekoe.launch.world import World
 from pekoe.pipeline.control.controller import Controller
 from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.data.jsonl_dataset import JsonlDataset
-from pekoe.pipeline.messages import Published, WrittenFile
+from pekoe.pipeline.messages import Plan, Published, WrittenFile
 from pekoe.pipeline.rollout.engines.batch_decoder import BatchDecoder
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
 from pekoe.pipeline.rollout.executor import Executor
 from pekoe.pipeline.rollout.rank_loop import RolloutLoop
 from pekoe.pipeline.train.engines.staged_shards import StagedShards
 from pekoe.pipeline.train.learner import Learner
+from pekoe.pipeline.train.training_step import TrainingStep
 from pekoe.pipeline.trajectory.writer import ShardWriter
 from pekoe.pipeline.weights.collective import CollectiveReceiver, CollectiveSender
 
@@ -70,12 +73,12 @@ def raise_in_learner() -> None:
 def raise_in_one_of_two_learners() -> None:
     """Its peer is in the collectives of the step by then, and stays there."""
 
-    def action(learner: Learner, batches: object) -> None:
-        if learner.parts.post.rank == 1 and learner.version == 2:
+    def action(step: TrainingStep, plan: Plan, *_: object) -> None:
+        if dist.get_rank() == 1 and plan.version == 2:
             time.sleep(0.5)
             fail("second learner")
 
-    before(Learner, "_add_proximal", action)
+    before(TrainingStep, "_prepare", action)
 
 
 def raise_in_controller() -> None:

@@ -62,7 +62,7 @@ def test_a_head_whose_run_another_attempt_has_writes_and_removes_nothing(tmp_pat
     books.record_end(0, Losses())
     raise_fence(run)
     before = sorted(path.name for path in run.path.rglob("*"))
-    rows = StepRows((), (), np.zeros(0), np.zeros(0, np.uint8))
+    rows = StepRows((), (), np.zeros(0, np.uint8))
     for write in (lambda: books.record_step(1, rows, Losses()), lambda: books.record_end(1, Losses())):
         with pytest.raises(SupersededError, match="attempt 1 of"):
             write()

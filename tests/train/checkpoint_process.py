@@ -66,7 +66,7 @@ def main() -> None:
         if not saver.is_busy:
             part, began = checkpoints.begin(step), time.monotonic()
             staged, others = StagedShards(copy.take({"model": weights}), group), {"state": str(step).encode()}
-            saver.begin(StagedSave(step, part, ENGINE, staged, others, began, 0.0))
+            saver.begin(StagedSave(step, part, {ENGINE: staged}, others, began, 0.0))
         try:
             saved = post.box.get(timeout=0.001)[1]
         except queue.Empty:

@@ -26,6 +26,8 @@ from checkpoint_process import LocalPost, start_thread  # noqa: E402
 from pekoe.pipeline import files  # noqa: E402
 from pekoe.pipeline.config.run import RunConfig  # noqa: E402
 from pekoe.pipeline.messages import RollCall, Save, StopTrainer  # noqa: E402
+from pekoe.pipeline.runs.step_setup import build_step  # noqa: E402
+from pekoe.pipeline.train.checkpoint import ENGINE  # noqa: E402
 from pekoe.pipeline.train.learner import Learner, LearnerParts  # noqa: E402
 
 GROUP_SECONDS = 4.0
@@ -223,26 +225,26 @@ def scenario_seven_resumed(folder, rank, size):
     return found
 
 
-def learner(engine, folder, asynchronous, thread):
-    """A real learner on this rank's engine; its post is its own."""
+def learner(engine, folder, asynchronous, thread, more=None):
+    """A real learner on this rank's engine (and `more` that are saved); its post is its own."""
     config, post = RunConfig(), LocalPost()
     config.recover.asynchronous = asynchronous
     inbox = queue.SimpleQueue()
     parts = LearnerParts(
-        post=post, inbox=inbox, head=0, engine=engine, read_rows=lambda keys: [],
-        add_advantages=lambda *_: None, make_loss=lambda *_: None, needs_prox_forward=False,
+        post=post, inbox=inbox, head=0, engine=engine, saved={ENGINE: engine, **(more or {})},
+        read_rows=lambda keys: [], step=build_step(config, engine, None, 10, torch.device("cpu")),
         transfer_error=RuntimeError, send_weights=lambda *_: None, share_weights=lambda *_: "token", check_sequences=[],
         checkpoint_folder=lambda version: folder / f"v{version}",
         other_files=lambda: {"rng-0": b"numbers"},
         start_thread=thread, export_folder=lambda path: folder / path, set_phase=lambda *_, **__: None,
         set_version=lambda version: None,
     )  # fmt: skip
-    return Learner(config, parts, 10, 0), inbox, post
+    return Learner(config, parts, 0), inbox, post
 
 
-def run_learner(engine, folder, messages, asynchronous=True, thread=start_thread):
+def run_learner(engine, folder, messages, asynchronous=True, thread=start_thread, more=None):
     """(what it told the head, in order)."""
-    made, inbox, post = learner(engine, folder, asynchronous, thread)
+    made, inbox, post = learner(engine, folder, asynchronous, thread, more)
     for message in messages:
         inbox.put((0, message))
     assert made.run() == "over"

@@ -17,7 +17,7 @@ from pekoe.pipeline.records import Finish, PackedBatch, Trajectory, pack
 from pekoe.pipeline.rollout.engine import EngineSettings, GenerationRequest, Instance, SamplingParameters
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
-from pekoe.pipeline.train.learner import derive_stats
+from pekoe.pipeline.train.step_statistics import UpdateSums
 
 VERSION = 0
 CUTS = (
@@ -104,9 +104,16 @@ def gap_stats(batch: PackedBatch, logprobs: torch.Tensor) -> dict[str, float]:
         ActorConfig(), num_active=active, num_sequences=len(batch.lengths), max_new_tokens=24, version=VERSION
     )
     _, stats = objective(logprobs.clone(), None, batch_tensors(batch, torch.device("cpu")))
-    return derive_stats({name: float(value) for name, value in stats.items()})
+    return said({name: float(value) for name, value in stats.items()})
+
+
+def said(stats: dict[str, float]) -> dict[str, float]:
+    """Of a step with one update."""
+    sums = UpdateSums()
+    sums.add(stats, is_fresh=True)
+    return sums.means("train") | sums.engine_gap()
 
 
 def test_without_tokens_of_the_own_version_nothing_is_said() -> None:
     sums = {"tokens": 10.0, "ratio": 10.0, "fresh_tokens": 0.0, "fresh_gap": 0.0, "fresh_gap_max": 0.0}
-    assert derive_stats(sums) == {"train/tokens": 10.0, "train/ratio": 1.0}
+    assert said(sums) == {"train/updates": 1.0, "train/tokens": 10.0, "train/ratio": 1.0}
