@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pekoe.pipeline import registry
+from pekoe.pipeline.config.areal_algorithm import ALGORITHM_KEYS, settle_algorithm
 from pekoe.pipeline.config.areal_keys import DEFAULTS, KEYS, SECTION_DEFAULTS, Gone, Moved, rule_of
-from pekoe.pipeline.config.check import within_limits
-from pekoe.pipeline.config.emit import escape, yaml_value
-from pekoe.pipeline.config.schema import ConfigError, Key, all_keys, shown
-from pekoe.pipeline.config.values import WrongValue, convert
-
-_WEIGHT_MODES = {
-    "token_mask": ("token", "mask"),
-    "token_truncate": ("token", "clamp"),
-    "sequence_mask": ("sequence", "mask"),
-    "sequence_truncate": ("sequence", "clamp"),
-}
-
-
-@dataclass
-class _Import:
-    """What was found so far."""
-
-    theirs: dict[str, Any]
-    ours: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    gone: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """(section, what is said) -> keys."""
-    keys: dict[str, Key] = field(default_factory=lambda: {key.name: key for key in all_keys()})
-
-    def put(self, source: str, name: str, value: Any) -> None:
-        """Sets a key of ours, or notes why the value is not possible here."""
-        key = self.keys[name]
-        if isinstance(value, str) and "${" in value:
-            self.ours[name] = value
-            return
-        try:
-            converted = convert(key, value)
-        except WrongValue as error:
-            self.notes.append(f"{source}: {shown(value)} {error} here; allowed: {key.allowed}; left at the default")
-            return
-        if not within_limits(key, converted):
-            self.notes.append(
-                f"{source}: {shown(value)} is not possible here; allowed: {key.allowed}; left at the default"
-            )
-            return
-        self.ours[name] = escape(converted)
-
-    def drop(self, name: str, value: Any, rule: Gone) -> None:
-        lost = not (value is None or value in rule.neutral)
-        said = f"no place here: {rule.reason}" if lost else f"changes nothing here ({rule.reason})"
-        self.gone.setdefault((name.partition(".")[0], said), []).append(name)
+from pekoe.pipeline.config.areal_state import ArealImport
+from pekoe.pipeline.config.emit import yaml_value
+from pekoe.pipeline.config.schema import ConfigError, all_keys, shown
 
 
 def import_areal(path: str | Path) -> tuple[str, list[str]]:
     """The YAML text of our configuration, and notes: one for each key of the file that did not go over as it is."""
-    state = _Import(dict(_leaves(_read(Path(path)))))
+    state = ArealImport(dict(_leaves(_read(Path(path)))))
     for name, value in state.theirs.items():
         special = _SPECIAL.get(name)
         if special is None and _is_vllm_argument(state, name):
@@ -78,13 +35,13 @@ def import_areal(path: str | Path) -> tuple[str, list[str]]:
         else:
             _by_table(state, name, value)
     _write_defaults(state)
-    _settle_rejection(state)
+    settle_algorithm(state)
     _settle_data(state)
     state.notes += [f"{', '.join(names)}: {said}" for (_, said), names in state.gone.items()]
     return _text(state.ours, Path(path).name), state.notes
 
 
-def _is_vllm_argument(state: _Import, name: str) -> bool:
+def _is_vllm_argument(state: ArealImport, name: str) -> bool:
     return name.startswith("vllm.") and name not in KEYS and name not in state.keys
 
 
@@ -127,7 +84,7 @@ def _resolved(tree: DictConfig, name: str, written: str) -> Any:
         return written
 
 
-def _by_table(state: _Import, name: str, value: Any) -> None:
+def _by_table(state: ArealImport, name: str, value: Any) -> None:
     rule = rule_of(name)
     if isinstance(rule, Gone):
         state.drop(name, value, rule)
@@ -143,7 +100,7 @@ def _by_table(state: _Import, name: str, value: Any) -> None:
         state.drop(name, object(), Gone("is no key of AReaL's that is known here, and none of ours"))
 
 
-def _allocation(state: _Import, name: str, value: Any) -> None:
+def _allocation(state: ArealImport, name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         state.drop(name, None, Gone("actor.backend and rollout.backend compose it"))
         return
@@ -165,7 +122,7 @@ def _allocation(state: _Import, name: str, value: Any) -> None:
         state.notes.append(f"{key}: {engines} (e.g. hf:d1+fsdp:d1)")
 
 
-def _part(state: _Import, name: str, part: str) -> str:
+def _part(state: ArealImport, name: str, part: str) -> str:
     """One part in our grammar: `sglang.d4` and parts without an engine are older forms."""
     part = re.sub(r"^([a-z]+)\.(?=[dtpce]\d)", r"\1:", part)
     if re.match(r"[dtpce]\d|\(", part):
@@ -177,43 +134,14 @@ def _part(state: _Import, name: str, part: str) -> str:
     return part
 
 
-def _backend(state: _Import, name: str, value: Any) -> None:
+def _backend(state: ArealImport, name: str, value: Any) -> None:
     if isinstance(value, str) and ":" in value:
         _allocation(state, name, value)
     else:
         state.drop(name, value, Gone("an engine without dimensions: allocation names it"))
 
 
-def _weight_cap(state: _Import, name: str, value: Any) -> None:
-    mode = state.theirs.get("actor.behave_imp_weight_mode") or "token_mask"
-    if value is None or mode == "disabled":
-        state.ours["actor.rejection_sampling"] = None
-        state.notes.append(f"{name}: {shown(value)} is actor.rejection_sampling: null here")
-        return
-    if mode not in _WEIGHT_MODES:
-        state.drop(name, value, Gone(f"behave_imp_weight_mode {mode!r} is not known"))
-        return
-    level, action = _WEIGHT_MODES[mode]
-    for key, ours in (("level", level), ("action", action), ("metric", "ratio"), ("upper", value)):
-        state.put(name, f"actor.rejection_sampling.{key}", ours)
-    state.notes.append(
-        f"{name}: {shown(value)} is actor.rejection_sampling: {level} {action} at ratio {shown(value)} here"
-    )
-
-
-def _weight_mode(state: _Import, name: str, value: Any) -> None:
-    state.notes.append(f"{name}: {shown(value)} is actor.rejection_sampling.level and action here")
-    if not {"actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap"} & set(state.theirs):
-        _weight_cap(state, name, None if value == "disabled" else 5.0)
-
-
-def _recompute(state: _Import, name: str, value: Any) -> None:
-    reason = "actor.use_decoupled_loss and prox_logp_method decide what is recomputed"
-    lost = value is True and state.theirs.get("actor.use_decoupled_loss") is not True
-    state.drop(name, value, Gone(reason, () if lost else (True, False)))
-
-
-def _data_type(state: _Import, name: str, value: Any) -> None:
+def _data_type(state: ArealImport, name: str, value: Any) -> None:
     section = name.partition(".")[0]
     if value in registry.DATASETS:
         state.put(name, name, value)
@@ -223,7 +151,7 @@ def _data_type(state: _Import, name: str, value: Any) -> None:
         state.notes.append(f"{name}: 'rl' is task: rl here; {section}.type names the kind of data set")
 
 
-def _context(state: _Import, name: str, value: Any) -> None:
+def _context(state: ArealImport, name: str, value: Any) -> None:
     """Of two limits, the one of sampling is ours."""
     if value is None or state.theirs.get("gconfig.max_tokens") is not None:
         state.drop(name, None, Gone("gconfig.max_tokens is the context limit"))
@@ -232,7 +160,7 @@ def _context(state: _Import, name: str, value: Any) -> None:
     state.notes.append(f"{name}: {shown(value)} is gconfig.max_tokens: {shown(value)} here")
 
 
-def _vllm_argument(state: _Import, name: str, value: Any) -> None:
+def _vllm_argument(state: ArealImport, name: str, value: Any) -> None:
     """Arguments of vLLM that are no keys here are handed on."""
     argument = name.partition(".")[2]
     if value is None:
@@ -242,38 +170,26 @@ def _vllm_argument(state: _Import, name: str, value: Any) -> None:
     state.notes.append(f"{name}: {shown(value)} is vllm.extra.{argument} here")
 
 
-_SPECIAL: dict[str, Callable[[_Import, str, Any], None]] = {
+_SPECIAL: dict[str, Callable[[ArealImport, str, Any], None]] = {
     "vllm.max_model_len": _context,
     "allocation_mode": _allocation,
     "actor.backend": _backend,
     "rollout.backend": _backend,
-    "actor.behav_imp_weight_cap": _weight_cap,
-    "actor.behave_imp_weight_cap": _weight_cap,
-    "actor.behave_imp_weight_mode": _weight_mode,
-    "actor.recompute_logprob": _recompute,
+    **ALGORITHM_KEYS,
     "train_dataset.type": _data_type,
     "valid_dataset.type": _data_type,
 }
 
 
-def _given(state: _Import, name: str) -> bool:
-    """Whether the file says anything of a key, of the section above it or of a key below it."""
-    return any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for key in state.theirs)
-
-
-def _write_defaults(state: _Import) -> None:
+def _write_defaults(state: ArealImport) -> None:
     defaults = dict(DEFAULTS)
     for section, keys in SECTION_DEFAULTS.items():
         if any(key.startswith(f"{section}.") for key in state.theirs):
             defaults |= {f"{section}.{key}": value for key, value in keys.items()}
     for name, value in defaults.items():
-        if not _given(state, name):
+        if not state.given(name):
             state.put(name, name, value)
             state.notes.append(f"{name}: not in the file; AReaL's default {shown(value)} is written out (ours differs)")
-    if _given(state, "ref") and "actor.kl_ctl" not in state.theirs:
-        state.notes.append(
-            "actor.kl_ctl: not in the file; AReaL's default 0.1 has no place: it needs a reference model"
-        )
     if state.ours.get("actor.mb_spec.max_tokens_per_mb") is None:
         default = state.keys["actor.mb_spec.max_tokens_per_mb"].default
         state.notes.append(
@@ -281,19 +197,7 @@ def _write_defaults(state: _Import) -> None:
         )
 
 
-def _settle_rejection(state: _Import) -> None:
-    """AReaL rejects nothing unless told to (its older versions: a cap of 5); ours has bounds by default."""
-    if any(key.startswith("actor.rejection_sampling") for key in state.ours):
-        return
-    state.ours["actor.rejection_sampling"] = None
-    if state.ours.get("actor.use_decoupled_loss"):
-        state.notes.append(
-            "actor.rejection_sampling: not in the file; null is written out, as in AReaL of today "
-            "(its versions with behav_imp_weight_cap had 5.0: actor.rejection_sampling.upper=5)"
-        )
-
-
-def _settle_data(state: _Import) -> None:
+def _settle_data(state: ArealImport) -> None:
     """The kind of data set is told by its path; AReaL names the reward in its script."""
     for section in ("train_dataset", "valid_dataset"):
         path, key = state.ours.get(f"{section}.path"), f"{section}.type"
@@ -302,7 +206,7 @@ def _settle_data(state: _Import) -> None:
         kind = "gsm8k" if "gsm8k" in path.lower() else "jsonl"
         state.put(key, key, kind)
         state.notes.append(f"{key}: {kind}, told by the path; change it if that is wrong (or name module:Class)")
-    if not _given(state, "reward"):
+    if not state.given("reward"):
         kind = "gsm8k" if state.ours.get("train_dataset.type") == "gsm8k" else "math"
         state.put("reward.name", "reward.name", kind)
         state.notes.append(

@@ -1,4 +1,4 @@
-"""What becomes of each key of an AReaL configuration (GRPO and PPO runs): another key here, or no place and why.
+"""What becomes of each key of an AReaL configuration (RL runs): another key here, or no place and why.
 
 A key that is not in the tables and that exists here under the same name is taken as it is. Names ending in `.*` stand
 for whole sections. Facts from AReaL's `areal/api/cli_args.py` and the YAML files in its `examples/`.
@@ -36,12 +36,20 @@ _FROM_GCONFIG = Gone("taken from gconfig here")
 _GROUPS = Gone("groups are the samples of one prompt here; their size is gconfig.n_samples")
 _EPOCHS = Gone("intervals are in training steps here: set the section's freq_steps", (None,))
 _SECONDS = Gone("intervals are in training steps here: set the section's freq_steps", (None,))
+_ASKED = Gone("a frozen model has path, dtype and offload_params; the rest is the actor's")
 _LOADER = Gone("the cursor reads examples by index; there is no loader process")
 
+_DTYPES = (("bf16", "bfloat16"), ("fp32", "float32"))
+
 SECTIONS: dict[str, Gone] = {
-    "ref.*": Gone("a reference model is not in this version"),
-    "critic.*": Gone("a critic is not in this version"),
-    "teacher.*": Gone("a teacher is not in this version"),
+    "ref.*": _ASKED,
+    "teacher.*": _ASKED,
+    "critic.mb_spec.*": Gone("micro-batches are cut by actor.mb_spec"),
+    "critic.scheduling_spec.*": _SCHEDULING,
+    "critic.scheduling_strategy.*": _SCHEDULING,
+    "critic.megatron.*": Gone("the megatron engine is not in this version"),
+    "critic.archon.*": Gone("AReaL's archon engine is `native` here, which is not in this version"),
+    "critic.fsdp.wrap_policy.*": Gone("every transformer layer is wrapped"),
     "sglang.*": Gone("the sglang engine is not in this version; the model comes from actor.path or rollout.path"),
     "launcher.*": _SCHEDULING,
     "scheduler.*": _SCHEDULING,
@@ -69,7 +77,6 @@ KEYS: dict[str, Gone | Moved] = {
     "async_training": Gone("set rollout.max_head_offpolicyness: 0 for a synchronous run", (True,)),
     "enable_offload": Gone("set actor.fsdp.offload_params", (False,)),
     "total_train_n_seqs": Gone("set total_train_steps", (None,)),
-    "dynamic_bs": Gone("a dynamic batch size is not in this version", (False,)),
     "processor_path": Gone("images are not in this version", (None, "")),
     "workflow_kwargs": Moved("workflow.args"),
     "cluster.cluster_name": Gone("nothing depends on the cluster's name"),
@@ -122,7 +129,7 @@ KEYS: dict[str, Gone | Moved] = {
     "actor.experiment_name": _NAMES,
     "actor.trial_name": _NAMES,
     "actor.init_from_scratch": Gone("training starts from the model's weights", (False,)),
-    "actor.is_critic": Gone("a critic is not in this version", (False,)),
+    "actor.is_critic": Gone("the critic section is the critic", (False,)),
     "actor.temperature": _FROM_GCONFIG,
     "actor.max_new_tokens": _FROM_GCONFIG,
     "actor.group_size": _GROUPS,
@@ -143,7 +150,7 @@ KEYS: dict[str, Gone | Moved] = {
     "actor.mb_spec.n_mbs": Gone("max_tokens_per_mb alone decides the number of micro-batches", (None, 1)),
     "actor.mb_spec.n_mbs_divisor": Gone("max_tokens_per_mb alone decides the number of micro-batches", (None, 1)),
     "actor.mb_spec.packing_algorithm": Gone("sequences are always balanced over ranks and micro-batches"),
-    "actor.dtype": Moved("actor.dtype", (("bf16", "bfloat16"), ("fp32", "float32"))),
+    "actor.dtype": Moved("actor.dtype", _DTYPES),
     "actor.optimizer.type": Moved("actor.optimizer.type", (("adam", "adamw"),)),
     "actor.optimizer.offload": Gone("set actor.fsdp.offload_params", (False,)),
     "actor.optimizer.initial_loss_scale": Gone("there is no float16 training, so no loss scale"),
@@ -158,17 +165,12 @@ KEYS: dict[str, Gone | Moved] = {
     "actor.peft_type": _LORA,
     "actor.enable_tree_training": Gone("tree training is not in this version", (False,)),
     "actor.eps_clip": Moved("actor.eps_clip", ((0, None), (0.0, None))),
-    "actor.m2_threshold": Gone("M2PO is not in this version", (None,)),
-    "actor.kl_ctl": Gone("a KL reward needs a reference model, which is not in this version", (0, 0.0)),
-    "actor.kl_estimator": Gone("a KL reward needs a reference model, which is not in this version"),
-    "actor.overlong_reward_penalty": Gone("the overlong penalty is not in this version", (False,)),
-    "actor.overlong_tokens": Gone("the overlong penalty is not in this version", (None,)),
-    "actor.overlong_penalty_factor": Gone("the overlong penalty is not in this version", (None,)),
     "actor.mask_no_eos_with_zero": Moved("actor.mask_truncated"),
-    "actor.dynamic_sampling": Gone("dynamic sampling is not in this version", (False,)),
-    "actor.use_sapo_loss": Gone("SAPO is not in this version", (False,)),
-    "actor.sapo_tau_pos": Gone("SAPO is not in this version"),
-    "actor.sapo_tau_neg": Gone("SAPO is not in this version"),
+    "actor.prox_logp_method": Moved("actor.prox_logp_method", (("reuse_train_logp", "reuse"),)),
+    "actor.gae_timestep_unit": Moved("actor.gae_unit"),
+    "actor.gae_lambda_kwargs": Gone("set actor.gae_lambda_alpha or gae_lambda_q", (None, {})),
+    "actor.min_usable_group_size": Gone("uneven groups are normal: any size is used", (None,)),
+    "actor.token_rewards_as_adv": Gone("process rewards are rewards: they go through actor.advantage_estimator"),
     "actor.log_agent_stats": Gone("statistics of trajectories are always metrics"),
     "actor.log_agent_stats_keys": Gone("statistics of trajectories are always metrics"),
     "actor._version": _HTTP,
@@ -179,6 +181,20 @@ KEYS: dict[str, Gone | Moved] = {
     "actor.enable_mtp_training": Gone("multi-token prediction is not in this version", (False,)),
     "actor.mtp_num_layers": Gone("multi-token prediction is not in this version"),
     "actor.mtp_loss_scaling_factor": Gone("multi-token prediction is not in this version"),
+    # models beside the actor; keys of the critic that are not here are as the actor's
+    "critic.eps_clip": Moved("critic.eps_clip"),
+    "critic.ppo_n_minibatches": Gone("minibatches are the actor's: actor.ppo_n_minibatches"),
+    "critic.mask_no_eos_with_zero": Gone("actor.mask_truncated decides it for both", (False,)),
+    "critic.is_critic": Gone("the critic section is the critic", (True,)),
+    "critic.backend": Gone("the critic lives on the trainer ranks", (None, "")),
+    "critic.weight_update_mode": Gone("no engine needs the critic's weights"),
+    **{
+        f"{section}.{key}": Moved(f"{section}.{to}", _DTYPES if key == "dtype" else ())
+        for section in ("ref", "teacher")
+        for key, to in {"path": "path", "dtype": "dtype", "fsdp.offload_params": "offload_params"}.items()
+    },
+    "teacher.rl_loss_weight": Moved("teacher.rl_loss_weight"),
+    "teacher.distill_loss_weight": Moved("teacher.distill_loss_weight"),
     # data sets (valid_dataset: the same keys)
     "train_dataset.pin_memory": _LOADER,
     "train_dataset.num_workers": _LOADER,
@@ -224,6 +240,8 @@ SECTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "actor.reward_norm": {"mean_level": "batch", "std_level": "batch"},
     "actor.adv_norm": {"mean_level": "batch", "std_level": "batch"},
     "valid_dataset": {"shuffle": False, "split": "test"},
+    "critic": {"optimizer.lr": 1e-3, "optimizer.warmup_steps_proportion": 0.001, "disable_dropout": False},
+    "teacher": {"rl_loss_weight": 1.0, "distill_loss_weight": 0.005},
 }
 """The same, for sections that may be absent: only when the file has the section."""
 
@@ -240,6 +258,8 @@ def rule_of(name: str) -> Gone | Moved | None:
         section = SECTIONS.get(".".join(parts[:count]) + ".*")
         if section is not None:
             return section
+    if name.startswith("critic."):
+        return _for_twin(rule_of("actor." + name[len("critic.") :]), "actor.", "critic.")
     return None
 
 

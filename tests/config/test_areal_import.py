@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from pekoe.launch.allocation import parse, place
 from pekoe.pipeline.config.actor import NormConfig, RejectionConfig
 from pekoe.pipeline.config.areal_import import import_areal
-from pekoe.pipeline.config.areal_keys import DEFAULTS, KEYS, SECTION_DEFAULTS, Moved
+from pekoe.pipeline.config.areal_keys import DEFAULTS, KEYS, SECTION_DEFAULTS, Gone, Moved, rule_of
+from pekoe.pipeline.config.companions import RefConfig
 from pekoe.pipeline.config.load import from_yaml_text
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, all_keys
@@ -212,7 +213,8 @@ def test_the_cap_era_maps_as_meant(tmp_path: Path) -> None:
     assert (config.evaluator.freq_steps, config.evaluator.at_start, config.recover.freq_steps) == (5, True, 20)
     text = "\n".join(notes)
     assert "sglang: not in this version; available: fsdp, hf, vllm" in text
-    assert "actor.kl_ctl: changes nothing here" in text
+    assert "ref.path, ref.dtype: changes nothing here (no KL term uses it: actor.kl_ctl is 0)" in text
+    assert config.ref is None
     assert "saver.freq_epochs: no place here: intervals are in training steps" in text
     assert "rollout.enable_rollout_tracing: no place here" in text
 
@@ -229,6 +231,10 @@ def test_the_backend_era_maps_as_meant(tmp_path: Path, monkeypatch) -> None:
     assert (config.actor.eps_clip, config.actor.eps_clip_higher, config.actor.c_clip) == (0.2, 0.28, 3.0)
     assert config.actor.rejection_sampling == RejectionConfig("sequence", "mask", "kl_k2", "mean", 0.5, None)
     assert config.actor.prox_logp_method == "loglinear"
+    assert (config.actor.overlong_reward_penalty, config.actor.overlong_tokens) == (True, 512)
+    assert (config.actor.kl_ctl, config.actor.kl_estimator, config.ref) == (0.0, "k3", None)
+    assert (config.critic.path, config.critic.eps_clip) == ("/models/critic", 0.5)
+    assert (config.rollout.dynamic_sampling, config.rollout.dynamic_batch_size) == (True, True)
     assert config.actor.mask_truncated
     assert config.actor.reward_norm is None
     assert config.actor.adv_norm == NormConfig("batch", "batch")
@@ -248,12 +254,12 @@ def test_the_backend_era_maps_as_meant(tmp_path: Path, monkeypatch) -> None:
     for words in (
         "actor.optimizer.type: 'muon' is not possible here; allowed: adamw",
         "actor.optimizer_dtype: no place here: master weights",
-        "actor.kl_ctl, actor.kl_estimator: no place here",
+        "actor.kl_ctl: no place here: has no effect without a ref section",
         "my_own_flag: no place here: is no key of AReaL's that is known here",
-        "critic.path, critic.ppo_n_minibatches: no place here: a critic is not in this version",
-        "actor.overlong_reward_penalty, actor.overlong_tokens: no place here",
+        "critic.ppo_n_minibatches: no place here: minibatches are the actor's",
+        "critic.optimizer.lr: not in the file; AReaL's default 0.001 is written out",
+        "dynamic_bs: true is rollout.dynamic_sampling and rollout.dynamic_batch_size: true here",
         "actor.reward_norm: not in the file; AReaL's default null is written out",
-        "dynamic_bs: no place here",
         "megatron: not in this version; available: fsdp, hf, vllm",
     ):
         assert words in text, words
@@ -338,6 +344,82 @@ def test_the_tables_name_keys_that_exist() -> None:
             assert name not in ours, f"{name} exists here: it needs no reason"
 
 
+def test_keys_of_a_critic_are_the_actors_where_both_have_them() -> None:
+    ours = {key.name for key in all_keys()}
+    theirs = ["dtype", "attn_impl", "pad_to_maximum", "optimizer.type", "optimizer.hysteresis", "offload", "use_lora"]
+    for name in theirs:
+        rule = rule_of(f"critic.{name}")
+        assert rule is not None, name
+        assert isinstance(rule, Gone) or rule.to in ours, name
+    assert rule_of("critic.attn_impl") == Moved("critic.fsdp.attention", KEYS["actor.attn_impl"].values)
+    assert isinstance(rule_of("critic.mb_spec.max_tokens_per_mb"), Gone)
+
+
+ALGORITHMS = """
+actor:
+  path: /models/small
+  eps_clip: 1.0
+  eps_clip_higher: 4.0
+  use_cispo_loss: true
+  use_sapo_loss: false
+  kl_ctl: 0.02
+  kl_estimator: k2
+  m2_threshold: 0.04
+  overlong_reward_penalty: true
+  overlong_tokens: null
+  overlong_penalty_factor: null
+  discount: 0.9
+  gae_lambda: areal.lambdas.vapo
+  gae_timestep_unit: turn
+  dynamic_sampling: true
+  prox_logp_method: reuse_train_logp
+ref: {path: /models/ref, dtype: bf16, fsdp: {offload_params: true}, optimizer: null, mb_spec: {n_mbs: 1}}
+critic:
+  path: /models/critic
+  is_critic: true
+  attn_impl: flash_attention_2
+  eps_clip: 0.2
+  optimizer: {type: adam, lr: 2e-6, hysteresis: 2}
+  mb_spec: {max_tokens_per_mb: 4096}
+teacher: {path: /models/teacher, rl_loss_weight: 0.5}
+"""
+
+
+def test_the_keys_of_algorithms_go_over(tmp_path: Path) -> None:
+    config, notes, _ = imported(ALGORITHMS, tmp_path)
+    actor = config.actor
+    assert (actor.objective, actor.eps_clip, actor.eps_clip_higher) == ("cispo", 1.0, 4.0)
+    assert (actor.kl_ctl, actor.kl_estimator, actor.m2_threshold) == (0.02, "k2", 0.04)
+    assert (actor.gae_unit, actor.discount, actor.gae_lambda) == ("turn", 0.9, 1.0)
+    assert actor.prox_logp_method == "reuse"
+    assert actor.overlong_reward_penalty
+    assert (config.rollout.dynamic_sampling, config.rollout.dynamic_batch_size) == (True, True)
+    assert config.ref == RefConfig("/models/ref", "bfloat16", True)
+    assert (config.critic.path, config.critic.eps_clip, config.critic.optimizer.lr) == ("/models/critic", 0.2, 2e-6)
+    assert (config.critic.optimizer.warmup_steps_proportion, config.critic.disable_dropout) == (0.001, False)
+    assert (config.teacher.path, config.teacher.rl_loss_weight) == ("/models/teacher", 0.5)
+    assert (config.teacher.distill_loss_weight, config.task) == (0.005, "distill")
+    text = "\n".join(notes)
+    for words in (
+        "actor.use_cispo_loss: true is actor.objective: cispo here",
+        "actor.use_sapo_loss: changes nothing here",
+        "actor.gae_lambda: no place here: a function of length is actor.gae_lambda_by_length here",
+        "actor.gae_timestep_unit: 'turn' is actor.gae_unit: 'turn' here",
+        "critic.mb_spec.max_tokens_per_mb: no place here: micro-batches are cut by actor.mb_spec",
+        "ref.fsdp.offload_params: true is ref.offload_params: true here",
+        "task: not a key of AReaL's; distill is written",
+    ):
+        assert words in text, words
+
+
+def test_a_reference_model_has_areals_weight_where_the_file_names_none(tmp_path: Path) -> None:
+    config, notes, _ = imported("ref: {path: /models/ref}", tmp_path)
+    assert (config.actor.kl_ctl, config.ref.path) == (0.1, "/models/ref")
+    assert any(note.startswith("actor.kl_ctl: not in the file; AReaL's default 0.1") for note in notes)
+    sapo = imported("actor: {use_sapo_loss: true, sapo_tau_neg: 1.2}", tmp_path)[0].actor
+    assert (sapo.objective, sapo.sapo_tau_pos, sapo.sapo_tau_neg) == ("sapo", 1.0, 1.2)
+
+
 def test_loading_an_areal_file_names_the_replacement() -> None:
     with pytest.raises(ConfigError) as caught:
         from_yaml_text(CAP_ERA)
@@ -346,7 +428,7 @@ def test_loading_an_areal_file_names_the_replacement() -> None:
     assert (
         "actor.behav_imp_weight_cap: unknown key in configuration; AReaL's key is actor.rejection_sampling here" in text
     )
-    assert "ref: unknown key in configuration; AReaL's key has no place here: a reference model" in text
+    assert "ref.optimizer: unknown key in configuration; AReaL's key has no place here: a frozen model has path" in text
     assert "rollout.queue_size: unknown key in configuration; AReaL's key has no place here: queues are bounded" in text
 
 

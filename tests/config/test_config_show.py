@@ -29,6 +29,7 @@ def test_every_key_is_shown_with_its_meaning_in_one_column() -> None:
             "eval_gconfig.top_k=3",
             "actor.adv_norm.eps=1e-6",
             "cluster.rollout_nodes.n_nodes=2",
+            *(f"{section}={{}}" for section in ("critic", "ref", "teacher", "reward_model")),
         ],
     )
     lines = show(config).splitlines()
