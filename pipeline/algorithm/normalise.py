@@ -8,6 +8,7 @@ rounding (`STD_FLOOR`) counts as zero variance and gives 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,46 @@ STD_FLOOR = 1e-6
 Reduce = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class RewardRows:
+    """One reward a sequence, with whom it belongs to."""
+
+    rewards: Float64
+    """[S]"""
+    groups: npt.NDArray[np.integer]
+    """[S] ids; group numbers or anything else that tells groups apart."""
+    samples: npt.NDArray[np.integer]
+    """[S] the episode of the group that made the sequence."""
+    keep: npt.NDArray[np.bool_]
+    """[S] sequences that train."""
+
+
+def normalise_rows(rows: RewardRows, config: NormConfig | None, voters: RewardRows | None = None) -> Float64:
+    """Normalised rewards [S] of `rows`; mean and std are taken over `voters` (all ranks' rows; absent = `rows`).
+
+    The sequences of one episode (same group and sample) count as one member, with the mean of their rewards.
+    Sequences that do not train do not vote and get 0; with none that trains, and with no `config`, the input is
+    returned. The result does not depend on the order of the voters, to the bit.
+    """
+    x = np.asarray(rows.rewards, dtype=np.float64)
+    voters = rows if voters is None else voters
+    if config is None or not voters.keep.any():
+        return x.copy()
+    order = np.lexsort((voters.rewards, voters.samples, voters.groups))
+    order = order[voters.keep[order]]
+    keys = np.stack([voters.groups[order], voters.samples[order]], axis=1).astype(np.int64)
+    members, member = np.unique(keys, axis=0, return_inverse=True)
+    values = np.bincount(member.reshape(-1), weights=voters.rewards[order]) / np.bincount(member.reshape(-1))
+    _, group_of_member = np.unique(members[:, 0], return_inverse=True)
+    mean, std = _mean_and_std(torch.from_numpy(values), torch.from_numpy(group_of_member.reshape(-1)), config)
+    own = np.stack([rows.groups[rows.keep], rows.samples[rows.keep]], axis=1).astype(np.int64)
+    place = {key: number for number, key in enumerate(map(tuple, members.tolist()))}
+    of_row = torch.tensor([place[key] for key in map(tuple, own.tolist())], dtype=torch.int64)
+    out = np.zeros_like(x)
+    out[rows.keep] = _scale(torch.from_numpy(x[rows.keep]) - mean[of_row], std[of_row], config).numpy()
+    return out
+
+
 def normalise_rewards(
     rewards: Float64,
     groups: npt.NDArray[np.integer],
@@ -31,27 +72,10 @@ def normalise_rewards(
     config: NormConfig | None,
     keep: npt.NDArray[np.bool_] | None = None,
 ) -> Float64:
-    """Normalised rewards [S] of sequences with group ids [S] and episode numbers in the group [S].
-
-    The sequences of one episode (same group and sample) count as one member, with the mean of their rewards.
-    Sequences where `keep` [S] is false do not vote and get 0; with none kept, and with no `config`, the input is
-    returned.
-    """
+    """`normalise_rows` of rows that are all here."""
+    kept = np.ones(len(rewards), dtype=bool) if keep is None else np.asarray(keep, dtype=bool)
     x = np.asarray(rewards, dtype=np.float64)
-    kept = np.ones(len(x), dtype=bool) if keep is None else np.asarray(keep, dtype=bool)
-    if config is None or not kept.any():
-        return x.copy()
-    keys = np.stack([np.asarray(groups)[kept], np.asarray(samples)[kept]], axis=1)
-    members, member_of_row = np.unique(keys, axis=0, return_inverse=True)
-    member_of_row = member_of_row.reshape(-1)
-    votes = np.bincount(member_of_row)
-    values = np.bincount(member_of_row, weights=x[kept]) / votes
-    _, group_of_member = np.unique(members[:, 0], return_inverse=True)
-    mean, std = _mean_and_std(torch.from_numpy(values), torch.from_numpy(group_of_member.reshape(-1)), config)
-    rows = torch.from_numpy(member_of_row)
-    out = np.zeros_like(x)
-    out[kept] = _scale(torch.from_numpy(x[kept]) - mean[rows], std[rows], config).numpy()
-    return out
+    return normalise_rows(RewardRows(x, np.asarray(groups), np.asarray(samples), kept), config)
 
 
 def normalise_tokens(

@@ -7,24 +7,27 @@ import torch
 from torch import Tensor
 
 from pekoe.pipeline.algorithm.kl import log_ratio, safe_exp
+from pekoe.pipeline.algorithm.policy_terms import PolicyTerms
 from pekoe.pipeline.algorithm.segments import segment_mean
 
 
-def policy_ratio(
-    logprobs: Tensor, base: Tensor, advantages: Tensor, mask: Tensor, index: Tensor, num_sequences: int, level: str
-) -> tuple[Tensor, Tensor]:
-    """(ratio [M], advantages [M]): `exp(logprobs - base)` per token, or the geometric mean over a sequence's active
+def policy_ratio(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+    """(ratio [M], advantages [M]): `exp(logprobs - prox)` per token, or the geometric mean over a sequence's active
     tokens.
 
     In sequence level (GSPO, Zheng et al. 2025) ratio and mean advantage are those of the sequence, on each of its
     tokens.
     """
-    lr = log_ratio(logprobs, base, mask)
+    lr = log_ratio(terms.logprobs, terms.prox, terms.mask)
+    level = terms.config.importance_sampling_level
     if level == "token":
-        return safe_exp(lr), advantages
+        return safe_exp(lr), terms.advantages
     if level == "sequence":
-        mean = segment_mean(lr, mask, index, num_sequences)[index]
-        return safe_exp(mean), segment_mean(advantages, mask, index, num_sequences)[index]
+        mean, advantage = (
+            segment_mean(values, terms.mask, terms.index, terms.num_sequences)[terms.index]
+            for values in (lr, terms.advantages)
+        )
+        return safe_exp(mean), advantage
     raise ValueError(f"importance_sampling_level: {level!r} is not allowed; token or sequence")
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pekoe.pipeline.algorithm.objective import PolicyObjective, clipped_objective, needs_prox_forward
+from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
+from pekoe.pipeline.algorithm.objectives.ppo import clipped_loss
 from pekoe.pipeline.config.actor import ActorConfig, RejectionConfig
 
 VERSION = 4
@@ -60,7 +61,7 @@ def test_three_policies_stay_apart(advantage, loss, slope, clipped):
     got, gradient, stats = run(batch, [0, -0.9], rejection_sampling=RejectionConfig(upper=2))
     assert got == pytest.approx(loss)
     assert gradient == pytest.approx([0, slope])
-    assert stats["clipped"] == clipped
+    assert stats["clipped_higher"] == clipped
     assert stats["behaviour_weight"] == pytest.approx(math.exp(-0.2))
     assert stats["ratio"] == pytest.approx(math.exp(0.3))
     assert stats["logprob_gap_max"] == pytest.approx(0.1)
@@ -108,7 +109,7 @@ def test_reuse_and_loglinear_need_no_proximal_forward():
     loss, gradient, _ = run(batch, [0, -1.2], prox_logp_method="loglinear")
     assert loss == pytest.approx(-math.exp(-0.1) * math.exp(-0.1))
     for method, needed in (("recompute", True), ("metrics", True), ("reuse", False), ("loglinear", False)):
-        assert needs_prox_forward(ActorConfig(prox_logp_method=method)) == needed
+        assert needs_prox_forward(ActorConfig(prox_logp_method=method, ppo_n_minibatches=2)) == needed
     assert not needs_prox_forward(ActorConfig(use_decoupled_loss=False))
 
 
@@ -152,16 +153,17 @@ def test_aggregations(sequences, aggregation, expected):
 
 def test_dual_clip_bounds_negative_advantages():
     ratio = torch.tensor([5.0, 5.0, 1.0])
-    pg, clipped, dual = clipped_objective(ratio, torch.tensor([-1.0, 1.0, -1.0]), 0.2, None, 3.0)
-    assert pg.tolist() == pytest.approx([3.0, -1.2, 1.0])
-    assert clipped.tolist() == [False, True, False]
-    assert dual.tolist() == [True, False, False]
+    found = clipped_loss(ratio, torch.tensor([-1.0, 1.0, -1.0]), 0.2, None, 3.0)
+    assert found.values.tolist() == pytest.approx([3.0, -1.2, 1.0])
+    assert found.stats["clipped_higher"].tolist() == [False, True, False]
+    assert found.stats["clipped_lower"].tolist() == [False, False, False]
+    assert found.stats["dual_clipped"].tolist() == [True, False, False]
 
 
 def test_asymmetric_and_absent_clip():
     ratio, advantages = torch.tensor([1.25, 1.5, 0.5]), torch.tensor([1.0, 1.0, -1.0])
-    assert clipped_objective(ratio, advantages, 0.2, 0.28, None)[0].tolist() == pytest.approx([-1.25, -1.28, 0.8])
-    assert clipped_objective(ratio, advantages, None, None, None)[0].tolist() == pytest.approx([-1.25, -1.5, 0.5])
+    assert clipped_loss(ratio, advantages, 0.2, 0.28, None).values.tolist() == pytest.approx([-1.25, -1.28, 0.8])
+    assert clipped_loss(ratio, advantages, None, None, None).values.tolist() == pytest.approx([-1.25, -1.5, 0.5])
 
 
 def test_gspo_gradient_reaches_every_token():

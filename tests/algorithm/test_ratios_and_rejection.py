@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from pekoe.pipeline.algorithm.policy_terms import PolicyTerms
 from pekoe.pipeline.algorithm.ratios import loglinear_logprobs, policy_ratio
 from pekoe.pipeline.algorithm.rejection import behaviour_weights, binary_kl
-from pekoe.pipeline.config.actor import RejectionConfig
+from pekoe.pipeline.config.actor import ActorConfig, RejectionConfig
 
 
 def weights(log_ratios, config, mask=None, lengths=None, dtype=torch.float64):
@@ -20,6 +21,12 @@ def weights(log_ratios, config, mask=None, lengths=None, dtype=torch.float64):
     behaviour = torch.full_like(lr, -20.0)
     weight, keep = behaviour_weights(behaviour + lr, behaviour, mask, index, len(lengths), config)
     return weight.tolist(), keep.tolist()
+
+
+def terms(logprobs, advantages, mask, index, num_sequences, level):
+    """Against a proximal policy of log-probs 0."""
+    zeros, config = torch.zeros_like(logprobs), ActorConfig(importance_sampling_level=level)
+    return PolicyTerms(logprobs, zeros, zeros, advantages, mask, index, num_sequences, config, {})
 
 
 def test_no_bounds():
@@ -113,7 +120,7 @@ def test_meaningless_settings(config, message):
 def test_gspo_ratio_does_not_depend_on_length():
     lr, mask = torch.full((5,), 0.1, dtype=torch.float64), torch.tensor([1, 1, 1, 1, 1]).bool()
     index = torch.tensor([0, 1, 1, 1, 1])
-    ratio, _ = policy_ratio(lr, torch.zeros(5), torch.ones(5), mask, index, 2, "sequence")
+    ratio, _ = policy_ratio(terms(lr, torch.ones(5), mask, index, 2, "sequence"))
     torch.testing.assert_close(ratio, torch.full((5,), math.exp(0.1), dtype=torch.float64))
 
 
@@ -121,16 +128,14 @@ def test_gspo_takes_means_over_active_tokens():
     lr = torch.tensor([0.2, 7.0, 0.4], dtype=torch.float64)
     advantages = torch.tensor([1.0, 50, 3], dtype=torch.float64)
     mask, index = torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.int64)
-    ratio, mean = policy_ratio(lr, torch.zeros(3), advantages, mask, index, 1, "sequence")
+    ratio, mean = policy_ratio(terms(lr, advantages, mask, index, 1, "sequence"))
     assert ratio.tolist() == pytest.approx([math.exp(0.3)] * 3)
     assert mean.tolist() == [2, 2, 2]
 
 
 def test_unknown_level():
     with pytest.raises(ValueError, match="importance_sampling_level: 'word'"):
-        policy_ratio(
-            torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long(), 1, "word"
-        )
+        policy_ratio(terms(torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long(), 1, "word"))
 
 
 @pytest.mark.parametrize(

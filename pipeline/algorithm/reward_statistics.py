@@ -1,0 +1,113 @@
+"""Statistics of a step's rewards and advantages, summed over data-parallel ranks: ratios of sums are the same on any
+number of them.
+
+    over reward_sequences    reward_raw, reward_raw_squares, reward_shaped, reward_shaped_squares, overlong_penalty
+    over advantage_tokens    advantage_sum, advantage_abs, advantage_squares (after normalisation), return_sum,
+                             kl_reward_sum (with kl_ctl)
+    over rewarded_turns      turn_reward_sum
+    over advantage_tokens    return_squares, return_error, return_error_squares (return - value): explained variance is
+                             1 - Var(error) / Var(return)                                        (with a critic)
+    reward_groups            groups that train; zero_variance_groups: whose shaped rewards are all equal
+    maxima                   reward_raw_max, advantage_abs_max
+
+Legend: M tokens of a rank laid end to end, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pekoe.pipeline.algorithm.normalise import RewardRows
+from pekoe.pipeline.algorithm.reduction import Reduction
+from pekoe.pipeline.records import Float64
+
+OPTIONAL = {
+    "rewarded_turns": ("turn_reward_sum",),
+    "kl_tokens": ("kl_reward_sum",),
+    "value_targets": ("return_squares", "return_error", "return_error_squares"),
+}
+"""Counts, and the sums that are absent where the count is 0."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a rank has of a step, in float64."""
+
+    trains: npt.NDArray[np.bool_]  # [S]
+    raw: Float64  # [S]
+    shaped: Float64  # [S]
+    penalty: Float64  # [S]
+    mask: Tensor  # [M] bool
+    turn_rewards: Tensor  # [M] scaled and clipped
+    kl: Tensor | None  # [M] KL reward
+    advantages: Tensor  # [M]
+    returns: Tensor  # [M]
+    values: Tensor | None  # [M]
+
+    def sums(self, over: Reduction) -> dict[str, float]:
+        """Over all ranks, with the maxima. Collective: two reductions, the same on every rank."""
+        local = self._sequence_sums() | self._token_sums()
+        total = over.sum(torch.tensor(list(local.values()), dtype=torch.float64)).tolist()
+        found = dict(zip(local, total, strict=True))
+        for count, names in OPTIONAL.items():
+            if not found[count]:
+                for name in names:
+                    del found[name]
+            if count != "rewarded_turns" or not found[count]:
+                del found[count]
+        raw, advantages = torch.from_numpy(self.raw[self.trains]), self.advantages[self.mask].abs()
+        lowest = torch.tensor([-torch.inf], dtype=torch.float64)
+        largest = over.max(torch.stack([torch.cat([lowest, x.double()]).max() for x in (raw, advantages)])).tolist()
+        if found["advantage_tokens"]:
+            found |= {"reward_raw_max": largest[0], "advantage_abs_max": largest[1]}
+        return found
+
+    def _sequence_sums(self) -> dict[str, float]:
+        raw, shaped = self.raw[self.trains], self.shaped[self.trains]
+        return {
+            "reward_sequences": float(self.trains.sum()),
+            "reward_raw": float(raw.sum()),
+            "reward_raw_squares": float(np.square(raw).sum()),
+            "reward_shaped": float(shaped.sum()),
+            "reward_shaped_squares": float(np.square(shaped).sum()),
+            "overlong_penalty": float(self.penalty[self.trains].sum()),
+        }
+
+    def _token_sums(self) -> dict[str, float]:
+        def active(values: Tensor | None) -> Tensor:
+            return (torch.zeros_like(self.advantages) if values is None else values)[self.mask].double()
+
+        advantages, returns, turns = active(self.advantages), active(self.returns), active(self.turn_rewards)
+        error = torch.zeros_like(returns) if self.values is None else returns - active(self.values)
+        num_tokens = float(self.mask.sum())
+        return {
+            "advantage_tokens": num_tokens,
+            "advantage_sum": float(advantages.sum()),
+            "advantage_abs": float(advantages.abs().sum()),
+            "advantage_squares": float(advantages.square().sum()),
+            "return_sum": float(returns.sum()),
+            "rewarded_turns": float((turns != 0).sum()),
+            "turn_reward_sum": float(turns.sum()),
+            "kl_tokens": 0.0 if self.kl is None else num_tokens,
+            "kl_reward_sum": float(active(self.kl).sum()),
+            "value_targets": 0.0 if self.values is None else num_tokens,
+            "return_squares": float(returns.square().sum()),
+            "return_error": float(error.sum()),
+            "return_error_squares": float(error.square().sum()),
+        }
+
+
+def group_statistics(rows: RewardRows) -> dict[str, float]:
+    """From all ranks' rows: how many groups train, and in how many the shaped rewards are all equal."""
+    groups, rewards = rows.groups[rows.keep], rows.rewards[rows.keep]
+    if not len(groups):
+        return {"reward_groups": 0.0, "zero_variance_groups": 0.0}
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - 1))
+    lowest, highest = np.minimum.reduceat(rewards[order], starts), np.maximum.reduceat(rewards[order], starts)
+    return {"reward_groups": float(len(starts)), "zero_variance_groups": float((lowest == highest).sum())}
