@@ -138,8 +138,7 @@ def row_figures(batch: StepRows, version: int) -> dict[str, float]:
     """Of all rows of the batch, masked ones too, in the step at `version`; nothing without rows.
 
     Rewards are as the reward function gave them. `staleness/…` is that of the oldest token of each row, its spread
-    the versions between the oldest and the newest one; `groups/zero_variance` the share of groups whose rewards are
-    all equal.
+    the versions between the oldest and the newest one.
     """
     if not batch.rows:
         return {}
@@ -148,7 +147,6 @@ def row_figures(batch: StepRows, version: int) -> dict[str, float]:
     lengths = np.array([row.num_active for row in rows])
     staleness = np.array(row_staleness(batch.groups, version))
     spread = np.array([row.max_version - row.min_version for row in rows])
-    equal = [len({row.reward for row in group.rows}) == 1 for group in batch.groups if group.rows]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -160,5 +158,4 @@ def row_figures(batch: StepRows, version: int) -> dict[str, float]:
         "staleness/max": float(staleness.max()),
         "staleness/spread_mean": float(spread.mean()),
         "staleness/spread_max": float(spread.max()),
-        "groups/zero_variance": float(np.mean(equal)),
     }

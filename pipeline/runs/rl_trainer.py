@@ -17,11 +17,13 @@ from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
 from pekoe.pipeline.messages import Hello, Inbox, PublishWeights, TensorSpec
 from pekoe.pipeline.records import RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
+from pekoe.pipeline.runs.companion_setup import TrainerRank, build_companions
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
 from pekoe.pipeline.runs.rank_store import meet
 from pekoe.pipeline.runs.step_setup import build_step
 from pekoe.pipeline.runs.transports import shared_setup, transport_setup
-from pekoe.pipeline.train.checkpoint import ENGINE, LATE_SECONDS, Checkpoints
+from pekoe.pipeline.train.checkpoint import CRITIC, ENGINE, LATE_SECONDS, Checkpoints
+from pekoe.pipeline.train.companions import Companions
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.train.learner import INBOX_KINDS, BadRowsError, Learner, LearnerParts
 from pekoe.pipeline.train.rng_state import capture_rng_state, restore_rng_state, seed_generators
@@ -46,16 +48,19 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     set_phase("loading the model")
     with context.building:
         engine = build_engine(context)
+        companions = build_companions(
+            config,
+            TrainerRank(context.ranks.actor.engine, context.device, context.device_index, context.num_steps),
+        )
     transport = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode")
     sender: WeightSender = transport.sender(transport_setup(context, "trainer"))
     shared: WeightSender = DiskTransport.sender(shared_setup(context, "trainer"))
     store = Store(context.run, temperature=config.gconfig.temperature)
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
-    saved = {ENGINE: engine}
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
-        load_checkpoint(context, saved)
-    learner = build_learner(context, inbox, engine, saved, sender, shared, store, checkpoints)
+        load_checkpoint(context, saved_engines(engine, companions))
+    learner = build_learner(context, inbox, engine, companions, sender, shared, store, checkpoints)
     context.watch("learner", learner.progress)
     if context.is_head:
         crew.start("controller", lambda: lead(context, engine, sender, checkpoints, store))
@@ -63,6 +68,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     outcome = learner.run()
     sender.close()
     shared.close()
+    companions.close()
     engine.close()
     dist.destroy_process_group()
     return outcome
@@ -72,7 +78,7 @@ def build_learner(
     context: RunContext,
     inbox: Inbox,
     engine: TrainEngine,
-    saved: Mapping[str, TrainEngine],
+    companions: Companions,
     sender: WeightSender,
     shared: WeightSender,
     store: Store,
@@ -102,9 +108,9 @@ def build_learner(
         inbox=inbox,
         head=HEAD,
         engine=engine,
-        saved=saved,
+        saved=saved_engines(engine, companions),
         read_rows=read_rows,
-        step=build_step(config, engine, None, context.num_steps, context.torch_device),
+        step=build_step(config, engine, companions, context.num_steps, context.torch_device),
         transfer_error=TransferError,
         send_weights=send_weights,
         share_weights=share_weights,
@@ -145,6 +151,11 @@ def build_engine(context: RunContext) -> TrainEngine:
         seed=context.config.seed,
     )
     return engine
+
+
+def saved_engines(engine: TrainEngine, companions: Companions) -> dict[str, TrainEngine]:
+    """What a checkpoint holds, by its folder in it."""
+    return {ENGINE: engine} if companions.critic is None else {ENGINE: engine, CRITIC: companions.critic}
 
 
 def transport_name(context: RunContext) -> str:

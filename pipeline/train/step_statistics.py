@@ -6,12 +6,12 @@ batch was cut; one whose denominator is 0 is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pekoe.pipeline.records import PackedBatch
@@ -22,6 +22,8 @@ those of the version."""
 AGES = 8
 """Ages of tokens that have a share of their own; older ones share one."""
 COUNTS = ("tokens", "sequences")
+OF_THE_BATCH = ("value", "target", "target_squares", "error", "error_squares")
+"""Sums of a critic's update that `reward_figures` tells of the whole batch, before any update."""
 PER_UPDATE = ("loss", "lr", "grad_norm")
 ROUNDING = 1e-12
 """A variance below this share of the mean square is none."""
@@ -83,60 +85,60 @@ class UpdateSums:
         }
 
 
-def batch_statistics(batches: Sequence[PackedBatch], version: int, over: Over) -> dict[str, float]:
-    """Of what the step at `version` trains on, before any update; collective over the trainer ranks.
+def critic_sums(stats: dict[str, float]) -> dict[str, float]:
+    """What a critic's update reports, under the names that the actor's has."""
+    named = {name.removeprefix("value_"): value for name, value in stats.items()}
+    return {name: value for name, value in named.items() if name not in OF_THE_BATCH}
 
-    `staleness/share_N`: tokens of age N; `train/kl_ref` and `train/kl_teacher`: mean log-ratio of the policy (proximal
-    where there is one, else behaviour) to another model; `critic/…`: values against returns.
-    """
-    parts = [_sums_of(batch, version) for batch in batches]
-    local = np.sum(parts, axis=0) if parts else np.zeros(NUM_SUMS)
-    sums = over.sum(torch.from_numpy(local)).numpy()
-    ages, tokens = sums[: AGES + 1], sums[: AGES + 1].sum()
+
+def staleness_shares(batches: Sequence[PackedBatch], version: int, over: Over) -> dict[str, float]:
+    """`staleness/share_N`: the share of tokens of age N that the step at `version` trains on; collective."""
+    counts = np.zeros(AGES + 1)
+    for batch in batches:
+        ages = version - batch.versions[batch.loss_mask.astype(bool)]
+        counts += np.bincount(np.clip(ages, 0, AGES), minlength=AGES + 1)
+    counts = over.sum(torch.from_numpy(counts)).numpy()
+    names = [*(f"staleness/share_{age}" for age in range(AGES)), f"staleness/share_{AGES}_up"]
+    tokens = counts.sum()
+    return {name: float(count / tokens) for name, count in zip(names, counts, strict=True)} if tokens else {}
+
+
+def reward_figures(sums: dict[str, float]) -> dict[str, float]:
+    """Rewards and advantages of the rows that train, from the sums of `algorithm/reward_statistics.py`."""
+    sequences, tokens = sums.get("reward_sequences", 0.0), sums.get("advantage_tokens", 0.0)
     found = {}
+    for name, total, count in (
+        ("reward/raw", "reward_raw", sequences),
+        ("reward/shaped", "reward_shaped", sequences),
+        ("reward/overlong_penalty", "overlong_penalty", sequences),
+        ("reward/turn", "turn_reward_sum", sums.get("rewarded_turns", 0.0)),
+        ("reward/kl", "kl_reward_sum", tokens),
+        ("advantage/mean", "advantage_sum", tokens),
+        ("advantage/abs", "advantage_abs", tokens),
+        ("critic/return", "return_sum", tokens),
+        ("groups/zero_variance", "zero_variance_groups", sums.get("reward_groups", 0.0)),
+    ):
+        if total in sums and count:
+            found[name] = sums[total] / count
     if tokens:
-        names = [*(f"staleness/share_{age}" for age in range(AGES)), f"staleness/share_{AGES}_up"]
-        found = {name: float(count / tokens) for name, count in zip(names, ages, strict=True)}
-    pairs = sums[AGES + 1 : AGES + 5].reshape(2, 2)
-    for name, (count, total) in zip(("train/kl_ref", "train/kl_teacher"), pairs, strict=True):
-        if count:
-            found[name] = float(total / count)
-    return found | _value_figures(sums[AGES + 5 :])
-
-
-NUM_SUMS = AGES + 1 + 4 + 6
-
-
-def _sums_of(batch: PackedBatch, version: int) -> npt.NDArray[np.float64]:
-    """[NUM_SUMS]: tokens by age; (tokens, log-ratio) to the reference, to the teacher; of values and returns."""
-    active = batch.loss_mask.astype(bool)
-    age = np.clip(version - batch.versions[active], 0, AGES)
-    policy = batch.extra.get("prox_logprobs", batch.logprobs)[active].astype(np.float64)
-    ratios = []
-    for name in ("ref_logprobs", "teacher_logprobs"):
-        if name in batch.extra:
-            ratios += [float(active.sum()), float((policy - batch.extra[name][active]).sum())]
-        else:
-            ratios += [0.0, 0.0]
-    value_sums = np.zeros(6)
-    if "values" in batch.extra and "returns" in batch.extra:
-        values = batch.extra["values"][active].astype(np.float64)
-        returns = batch.extra["returns"][active].astype(np.float64)
-        error = returns - values
-        value_sums[:] = (
-            len(values), values.sum(), returns.sum(), np.square(returns).sum(), error.sum(), np.square(error).sum()
-        )  # fmt: skip
-    return np.concatenate([np.bincount(age, minlength=AGES + 1), ratios, value_sums])
-
-
-def _value_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Means of values and returns, and `1 - Var(R - V) / Var(R)` where returns vary."""
-    count, values, returns, squares, error, error_squares = (float(x) for x in sums)
-    if not count:
-        return {}
-    found = {"critic/value": values / count, "critic/return": returns / count}
-    variance = squares / count - (returns / count) ** 2
-    if variance > ROUNDING * squares / count:
-        unexplained = error_squares / count - (error / count) ** 2
-        found["critic/explained_variance"] = 1 - unexplained / variance
+        found["advantage/abs_max"] = sums["advantage_abs_max"]
+        found["advantage/std"] = math.sqrt(variance(sums["advantage_sum"], sums["advantage_squares"], tokens))
+    if sequences:
+        found["reward/shaped_std"] = math.sqrt(
+            variance(sums["reward_shaped"], sums["reward_shaped_squares"], sequences)
+        )
+    if "return_error" not in sums:
+        found.pop("critic/return", None)
+    elif tokens:
+        found["critic/value"] = (sums["return_sum"] - sums["return_error"]) / tokens
+        of_returns = variance(sums["return_sum"], sums["return_squares"], tokens)
+        if of_returns:
+            unexplained = variance(sums["return_error"], sums["return_error_squares"], tokens)
+            found["critic/explained_variance"] = 1 - unexplained / of_returns
     return found
+
+
+def variance(total: float, squares: float, count: float) -> float:
+    """From sums; 0 where only rounding is left."""
+    found = squares / count - (total / count) ** 2
+    return found if found > ROUNDING * squares / count else 0.0

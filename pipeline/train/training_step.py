@@ -13,26 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.messages import Plan
 from pekoe.pipeline.records import PackedBatch
-from pekoe.pipeline.train.engine import LossFunction, TrainEngine
-from pekoe.pipeline.train.step_statistics import Over, UpdateSums, batch_statistics
+from pekoe.pipeline.train.companions import Companions
+from pekoe.pipeline.train.engine import LossFunction, TrainEngine, ValueLossFunction
+from pekoe.pipeline.train.step_statistics import Over, UpdateSums, critic_sums, reward_figures, staleness_shares
 
 Minibatches = Sequence[Sequence[PackedBatch]]
 """[minibatch][micro-batch]"""
-
-
-class StepCompanions(Protocol):
-    """The models beside the actor (`train/companions.py`)."""
-
-    critic: TrainEngine | None
-
-    def add(self, batches: list[PackedBatch], temperature: float) -> None:
-        """Fills each batch's extra; collective."""
-        ...
 
 
 @dataclass
@@ -40,15 +30,15 @@ class StepParts:
     """What a step is made of; `runs/rl_trainer.py` passes it in."""
 
     engine: TrainEngine
-    companions: StepCompanions | None
+    companions: Companions
     add_advantages: Callable[[list[PackedBatch], Sequence[int]], dict[str, float]]
     """Puts `advantages` and `returns` [M] into each batch's extra, from its rewards and what the companions filled; all
-    groups of the step come with it. Gives metrics of the whole step. Collective."""
-    add_keep_mask: Callable[[Sequence[PackedBatch]], None] | None
-    """Chooses the tokens of one minibatch that train, over all ranks; collective. None: all of them."""
+    groups of the step come with it. Gives sums over the trainer ranks (`reward_figures`). Collective."""
+    add_keep_mask: Callable[[Sequence[PackedBatch]], None]
+    """Chooses the tokens of one minibatch that train, over all ranks, where the objective wants that; collective."""
     make_loss: Callable[[int, int, int], LossFunction]
     """(active tokens, sequences of the global minibatch, version) -> its loss."""
-    make_value_loss: Callable[[int], Any]
+    make_value_loss: Callable[[int], ValueLossFunction]
     """(active tokens of the global minibatch) -> the critic's loss."""
     needs_prox_forward: bool
     over: Over
@@ -70,17 +60,13 @@ class TrainingStep:
             if not warms_up:
                 set_phase("training")
                 self._train_actor(plan, minibatches, actor)
-            if self._critic is not None:
+            if self.parts.companions.critic is not None:
                 set_phase("training the critic")
-                self._train_critic(plan, minibatches, critic)
+                self._train_critic(self.parts.companions.critic, plan, minibatches, critic)
         figures |= actor.means("train", self.config.actor.ppo_epochs) | actor.engine_gap()
         if self.config.critic is not None:
             figures |= critic.means("critic", self.config.critic.ppo_epochs)
         return figures
-
-    @property
-    def _critic(self) -> TrainEngine | None:
-        return None if self.parts.companions is None else self.parts.companions.critic
 
     def _warms_up(self, version: int) -> bool:
         """Whether the critic alone is updated in the step at `version`."""
@@ -99,15 +85,13 @@ class TrainingStep:
             found = parts.engine.forward(batches, temperature)
             for batch, logprobs in zip(batches, found, strict=True):
                 batch.extra["prox_logprobs"] = logprobs.cpu().numpy()
-        if parts.companions is not None:
-            set_phase("asking the models beside the actor")
-            parts.companions.add(batches, temperature)
+        set_phase("asking the models beside the actor")
+        parts.companions.add(batches, temperature)
         set_phase("advantages")
-        figures = parts.add_advantages(batches, plan.groups)
-        if parts.add_keep_mask is not None and not warms_up:
-            for minibatch in minibatches:
-                parts.add_keep_mask(minibatch)
-        return figures | batch_statistics(batches, plan.version, parts.over)
+        figures = reward_figures(parts.add_advantages(batches, plan.groups))
+        for minibatch in () if warms_up else minibatches:
+            parts.add_keep_mask(minibatch)
+        return figures | staleness_shares(batches, plan.version, parts.over)
 
     def _train_actor(self, plan: Plan, minibatches: Minibatches, sums: UpdateSums) -> None:
         engine = self.parts.engine
@@ -120,12 +104,11 @@ class TrainingStep:
                 is_fresh = epoch == 0 and (index == 0 or self.parts.needs_prox_forward)
                 sums.add(stats, is_fresh=is_fresh)
 
-    def _train_critic(self, plan: Plan, minibatches: Minibatches, sums: UpdateSums) -> None:
-        engine, config = self._critic, self.config.critic
-        assert engine is not None
+    def _train_critic(self, engine: TrainEngine, plan: Plan, minibatches: Minibatches, sums: UpdateSums) -> None:
+        config = self.config.critic
         assert config is not None
         engine.set_progress(plan.version / max(self.num_steps, 1))
         for _ in range(config.ppo_epochs):
             for index, batches in enumerate(minibatches):
                 loss = self.parts.make_value_loss(plan.num_active[index])
-                sums.add(engine.train_batch(batches, loss, self.config.gconfig.temperature))
+                sums.add(critic_sums(engine.train_batch(batches, loss)))

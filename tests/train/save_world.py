@@ -28,6 +28,7 @@ from pekoe.pipeline.config.run import RunConfig  # noqa: E402
 from pekoe.pipeline.messages import RollCall, Save, StopTrainer  # noqa: E402
 from pekoe.pipeline.runs.step_setup import build_step  # noqa: E402
 from pekoe.pipeline.train.checkpoint import ENGINE  # noqa: E402
+from pekoe.pipeline.train.companions import Companions  # noqa: E402
 from pekoe.pipeline.train.learner import Learner, LearnerParts  # noqa: E402
 
 GROUP_SECONDS = 4.0
@@ -232,7 +233,7 @@ def learner(engine, folder, asynchronous, thread, more=None):
     inbox = queue.SimpleQueue()
     parts = LearnerParts(
         post=post, inbox=inbox, head=0, engine=engine, saved={ENGINE: engine, **(more or {})},
-        read_rows=lambda keys: [], step=build_step(config, engine, None, 10, torch.device("cpu")),
+        read_rows=lambda keys: [], step=build_step(config, engine, Companions(), 10, torch.device("cpu")),
         transfer_error=RuntimeError, send_weights=lambda *_: None, share_weights=lambda *_: "token", check_sequences=[],
         checkpoint_folder=lambda version: folder / f"v{version}",
         other_files=lambda: {"rng-0": b"numbers"},
