@@ -81,7 +81,8 @@ def _moments(batch: PackedBatch) -> Int64:
     if "prox_logprobs" not in batch.extra:
         raise ValueError("m2_threshold: the batch has no prox_logprobs; they come of a forward pass before the update")
     gap = batch.logprobs.astype(np.float64) - batch.extra["prox_logprobs"].astype(np.float64)
-    squares = np.nan_to_num(np.minimum(np.square(gap), 2.0**WHOLE_BITS), nan=2.0**WHOLE_BITS)
+    largest = 2.0 ** (WHOLE_BITS / 2)
+    squares = np.square(np.nan_to_num(np.abs(gap), nan=largest).clip(max=largest))
     return np.rint(squares * 2.0**FRACTION_BITS).astype(np.int64)
 
 

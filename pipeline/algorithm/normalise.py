@@ -39,7 +39,7 @@ class RewardRows:
     """[S] sequences that train."""
 
 
-def normalise_rows(rows: RewardRows, config: NormConfig | None, voters: RewardRows | None = None) -> Float64:
+def normalise_rewards(rows: RewardRows, config: NormConfig | None, voters: RewardRows | None = None) -> Float64:
     """Normalised rewards [S] of `rows`; mean and std are taken over `voters` (all ranks' rows; absent = `rows`).
 
     The sequences of one episode (same group and sample) count as one member, with the mean of their rewards.
@@ -63,19 +63,6 @@ def normalise_rows(rows: RewardRows, config: NormConfig | None, voters: RewardRo
     out = np.zeros_like(x)
     out[rows.keep] = _scale(torch.from_numpy(x[rows.keep]) - mean[of_row], std[of_row], config).numpy()
     return out
-
-
-def normalise_rewards(
-    rewards: Float64,
-    groups: npt.NDArray[np.integer],
-    samples: npt.NDArray[np.integer],
-    config: NormConfig | None,
-    keep: npt.NDArray[np.bool_] | None = None,
-) -> Float64:
-    """`normalise_rows` of rows that are all here."""
-    kept = np.ones(len(rewards), dtype=bool) if keep is None else np.asarray(keep, dtype=bool)
-    x = np.asarray(rewards, dtype=np.float64)
-    return normalise_rows(RewardRows(x, np.asarray(groups), np.asarray(samples), kept), config)
 
 
 def normalise_tokens(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pekoe.pipeline.algorithm.estimator_terms import Estimator, EstimatorTerms
 from pekoe.pipeline.algorithm.kl import kl_reward
-from pekoe.pipeline.algorithm.normalise import RewardRows, normalise_rows, normalise_tokens
+from pekoe.pipeline.algorithm.normalise import RewardRows, normalise_rewards, normalise_tokens
 from pekoe.pipeline.algorithm.reduction import Reduction
 from pekoe.pipeline.algorithm.reward_statistics import StepFigures, group_statistics
 from pekoe.pipeline.algorithm.rewards import overlong_penalty, place_outcomes, place_turn_rewards, shape_rewards
@@ -91,7 +91,7 @@ def find_advantages(
     own = RewardRows(shaped, rank.groups, rank.samples, rank.trains)
     table = over.gather(np.stack([own.rewards, own.groups, own.samples, own.keep], axis=1).astype(np.float64))
     voters = RewardRows(table[:, 0], table[:, 1].astype(np.int64), table[:, 2].astype(np.int64), table[:, 3] > 0)
-    outcomes = torch.from_numpy(normalise_rows(own, config.reward_norm, voters))
+    outcomes = torch.from_numpy(normalise_rewards(own, config.reward_norm, voters))
     turn_rewards = rank.turn_rewards(config)
     kl = rank.kl_reward(config)
     rewards = place_outcomes(outcomes, rank.mask, rank.cu_seqlens) + turn_rewards

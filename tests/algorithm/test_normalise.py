@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_ranks import on_ranks
 
-from pekoe.pipeline.algorithm.normalise import normalise_rewards, normalise_tokens
+from pekoe.pipeline.algorithm.normalise import RewardRows, normalise_rewards, normalise_tokens
 from pekoe.pipeline.config.actor import NormConfig
 
 BATCH_LOO = NormConfig(mean_level="batch", std_level=None, mean_leave1out=True)
@@ -22,7 +20,8 @@ def rewards(values, groups=None, samples=None, config=GROUP, keep=None):
     values = np.array(values, dtype=np.float64)
     groups = np.zeros(len(values), np.int64) if groups is None else np.array(groups)
     samples = np.arange(len(values)) if samples is None else np.array(samples)
-    return normalise_rewards(values, groups, samples, config, keep)
+    keep = np.ones(len(values), bool) if keep is None else keep
+    return normalise_rewards(RewardRows(values, groups, samples, keep), config)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +102,27 @@ def test_an_episode_of_several_sequences_votes_once():
     np.testing.assert_allclose(both, np.array([0.5, 0.5, 0.5, -0.5]) / (np.sqrt(0.5) + 1e-5))
 
 
+def test_voters_on_other_ranks_in_any_order_give_the_same_to_the_bit():
+    rng = np.random.default_rng(3)
+    groups, samples = rng.integers(0, 5, 40), rng.integers(0, 4, 40)
+    rows = RewardRows(rng.normal(size=40), groups, samples, rng.random(40) < 0.8)
+    for config in (GROUP, NormConfig(mean_leave1out=True, std_level=None), NormConfig("batch", "batch")):
+        whole = normalise_rewards(rows, config)
+        order = rng.permutation(40)
+        voters = RewardRows(*(getattr(rows, name)[order] for name in ("rewards", "groups", "samples", "keep")))
+        part = slice(7, 19)
+        own = RewardRows(rows.rewards[part], groups[part], samples[part], rows.keep[part])
+        np.testing.assert_array_equal(normalise_rewards(own, config, voters), whole[part])
+        assert len(normalise_rewards(RewardRows(*(getattr(rows, n)[:0] for n in vars(rows))), config, voters)) == 0
+
+
+def test_fan_out_does_not_change_what_an_episode_weighs():
+    """An episode of three rows beside two of one row: the same as with one row each."""
+    plain = rewards([1, 0, 4], groups=[2, 2, 2], samples=[0, 1, 2])
+    fanned = rewards([1, 1, 1, 0, 4], groups=[2] * 5, samples=[0, 0, 0, 1, 2])
+    np.testing.assert_allclose(fanned, plain[[0, 0, 0, 1, 2]], rtol=1e-14)
+
+
 def test_none_returns_the_input():
     np.testing.assert_array_equal(rewards([1, 2, 3], config=None), [1, 2, 3])
 
@@ -142,31 +162,9 @@ def test_tokens_on_two_ranks_equal_one(mean_level, std_level, leave1out):
         (values[:6], mask[:6], torch.tensor([0, 3, 6]), groups[:2]),
         (values[6:], mask[6:], torch.tensor([0, 3, 6]), groups[2:]),
     ]
-    out = run_on_ranks(parts, config)
+    out = on_ranks(2, lambda rank, over: normalise_tokens(*parts[rank], config, over.sum, over.max, num_groups=3))
     torch.testing.assert_close(torch.cat(out), whole, atol=1e-12, rtol=1e-12)
     assert (whole[mask == 0] == 0).all()
-
-
-def run_on_ranks(parts, config):
-    """Two threads that meet in each reduction."""
-    barrier, slots = threading.Barrier(2, timeout=30), [None, None]
-
-    def reducer(rank, combine):
-        def reduce(tensor):
-            slots[rank] = tensor
-            barrier.wait()
-            total = combine(slots[0], slots[1])
-            barrier.wait()
-            return total
-
-        return reduce
-
-    def one(rank):
-        add, largest = reducer(rank, torch.add), reducer(rank, torch.maximum)
-        return normalise_tokens(*parts[rank], config, add, largest, num_groups=3)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, range(2)))
 
 
 def test_all_masked_tokens_are_returned():
