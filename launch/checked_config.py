@@ -29,12 +29,13 @@ def load_checked(
     from pekoe.launch.node_layout import torn_warnings
     from pekoe.pipeline.config.check import check
     from pekoe.pipeline.config.paths import resolve_paths
+    from pekoe.pipeline.config.tasks import is_supervised
 
     config = load_unchecked(source, overrides)
     placement = place(config)
     warnings = check(config, placement)
     check_engines(placement)
-    if not config.rollout_array.enabled:
+    if not config.rollout_array.enabled and not is_supervised(config):
         check_has_rollout(placement)
     warnings += torn_warnings(config, placement)
     if not quiet:

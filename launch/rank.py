@@ -27,6 +27,7 @@ from pekoe.launch.rank_state import RankState
 from pekoe.launch.stop_request import HeadWatch
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, StopSignals
 from pekoe.launch.supervisor import Reports, supervise
+from pekoe.pipeline.registry import TASKS
 from pekoe.pipeline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Origin:
     """Called by the head of a joined world."""
     place: Callable[[RunConfig], Placement] | None = None
     """Which ranks do what; None = as `allocation` says."""
-    wiring: str = "pekoe.pipeline.runs.rl"
-    """Module whose `prepare` and `run` make this kind of run."""
+    wiring: str | None = None
+    """Module whose `prepare` and `run` make this kind of run; None = as `task` says."""
 
 
 def run_rank(origin: Origin) -> NoReturn:
@@ -94,7 +95,7 @@ def _live(reports: Reports, facts: Facts, origin: Origin) -> int:
     from pekoe.launch.world import World
 
     state.set_phase("preparing")
-    wiring = importlib.import_module(origin.wiring)
+    wiring = importlib.import_module(origin.wiring or TASKS[config.task].partition(":")[0])
     rollout_engine = placement.rollout.engine if placement.rollout is not None else ""
     prepared = wiring.prepare(config, placement.tasks_of(facts.rank), rollout_engine)
     settings = world_settings(config)

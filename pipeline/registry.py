@@ -7,10 +7,20 @@ import importlib
 from typing import Any
 
 DATASETS = {
+    "demonstrations": "pekoe.pipeline.data.demonstration_dataset:DemonstrationDataset",
     "gsm8k": "pekoe.pipeline.data.gsm8k_dataset:Gsm8kDataset",
     "jsonl": "pekoe.pipeline.data.jsonl_dataset:JsonlDataset",
+    "preferences": "pekoe.pipeline.data.preference_dataset:PreferenceDataset",
     "reasoning_gym": "pekoe.pipeline.data.reasoning_gym_dataset:ReasoningGymDataset",
 }
+TASKS = {
+    "rl": "pekoe.pipeline.runs.rl:run",
+    "distill": "pekoe.pipeline.runs.rl:run",
+    "sft": "pekoe.pipeline.runs.supervised:run",
+    "dpo": "pekoe.pipeline.runs.supervised:run",
+    "rw": "pekoe.pipeline.runs.supervised:run",
+}
+"""What a rank of a run's own world does; `prepare` stands beside `run`."""
 WORKFLOWS = {
     "rlvr": "pekoe.pipeline.rollout.workflows.rlvr_workflow:RlvrWorkflow",
 }

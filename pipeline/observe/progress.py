@@ -45,6 +45,11 @@ class ProgressState:
     eta_seconds: float | None = None
     waiting_for: str = ""
     """What the head waits for right now."""
+    is_supervised: bool = False
+    """Nothing is sampled: figures of rollout mean nothing."""
+    loss: float | None = None
+    """Of the last step, where that tells how far a run is."""
+    held_out_loss: float | None = None
 
 
 class _Terminal(Console):
@@ -155,11 +160,13 @@ def count(number: float) -> str:
 
 def figures_of(state: ProgressState) -> list[tuple[str, str]]:
     """(name, text) of each figure, in the order shown."""
-    figures = []
-    if state.reward is not None:
-        figures.append(("reward", f"{state.reward:.3f}"))
-    if state.accuracy is not None:
-        figures.append(("accuracy", f"{state.accuracy:.3f}"))
+    shown = (
+        ("reward", state.reward), ("loss", state.loss), ("held-out loss", state.held_out_loss),
+        ("accuracy", state.accuracy),
+    )  # fmt: skip
+    figures = [(name, f"{value:.3f}") for name, value in shown if value is not None]
+    if state.is_supervised:
+        return [*figures, ("train tok/s", count(state.train_tokens_per_second))]
     figures += [
         ("train tok/s", count(state.train_tokens_per_second)),
         ("rollout tok/s", count(state.rollout_tokens_per_second)),

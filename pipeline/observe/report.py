@@ -17,6 +17,7 @@ from pekoe.pipeline.run_directory import RunDirectory
 PANELS = (
     ("reward/mean", "reward (mean of the batch)"),
     ("eval/accuracy", "accuracy (held-out)"),
+    ("eval/loss", "loss (held-out)"),
     ("staleness/mean", "staleness (training steps)"),
     ("train/loss", "loss"),
     ("train/logprob_gap", "log-prob gap engine - trainer"),
@@ -59,7 +60,7 @@ def report(run: RunDirectory) -> str:
         draw(curves[name], path)
     page = run.path / "report.html"
     files.write_bytes(page, page_of(run, lines, list(curves.values()), pictures).encode())
-    shown = curves.get("reward/mean") or next(iter(curves.values()))
+    shown = next(curves[name] for name in ("reward/mean", "train/loss", *curves) if name in curves)
     places = [
         f"report: {page}",
         *(f"curve:  {path}" for path in list(pictures.values())[:2]),
@@ -77,7 +78,7 @@ def remarks(lines: list[MetricsLine]) -> list[str]:
     norms = series(lines, "train/grad_norm")[1]
     truncated = series(lines, "truncated/share")[1]
     found = []
-    if norms and not any(norms):
+    if norms and not any(norms) and series(lines, "reward/mean")[1]:
         found.append(
             "note: no update was made, since in every step the rewards of each group were equal: another reward, "
             "easier prompts or more samples are needed"
@@ -133,9 +134,12 @@ def key_figures(lines: list[MetricsLine], curves: dict[str, Curve]) -> list[tupl
     figures.append(
         ("time from first to last figure", duration(max(x.time for x in lines) - min(x.time for x in lines)))
     )
-    for name, title in (("reward/mean", "reward"), ("eval/accuracy", "held-out accuracy")):
+    titles = [("reward/mean", "reward"), ("eval/accuracy", "held-out accuracy"), ("eval/loss", "held-out loss")]
+    if "reward/mean" not in curves:
+        titles.insert(0, ("train/loss", "loss"))
+    for name, title in titles:
         if name in curves:
-            tenth = max(1, len(curves[name].values) // 10) if name == "reward/mean" else 1
+            tenth = max(1, len(curves[name].values) // 10) if name in ("reward/mean", "train/loss") else 1
             first, final = curves[name].values[:tenth], curves[name].values[-tenth:]
             scope = "" if tenth == 1 else f" (means of {tenth} steps)"
             text = f"{sum(first) / len(first):.3f} -> {sum(final) / len(final):.3f}{scope}"

@@ -29,6 +29,7 @@ MAX_ERRORS = 5
 SHOWN_FIGURES = (
     "reward/mean",
     "eval/accuracy",
+    "eval/loss",
     "staleness/mean",
     "staleness/max",
     "train/loss",

@@ -16,6 +16,7 @@ from pathlib import Path
 from pekoe.pipeline.config.check import context_limit
 from pekoe.pipeline.config.paths import model_context_limit
 from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.config.tasks import is_supervised
 from pekoe.pipeline.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,9 @@ def estimate(
     items = [
         _checkpoints(config, model, num_trainers, steps),
         _exports(config, model, steps),
-        _shards(config, num_rollouts, steps),
     ]
+    if not is_supervised(config):
+        items.append(_shards(config, num_rollouts, steps))
     if config.actor.weight_update_mode == "disk":
         size = model.num_parameters * ITEM_BYTES[config.rollout.dtype]
         files = WEIGHTS_VERSIONS * (2 + size // (16 * config.weights.bucket_mib << 20))

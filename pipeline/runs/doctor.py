@@ -21,6 +21,7 @@ from pathlib import Path
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import all_keys
 from pekoe.pipeline.config.snapshot import read_run_config
+from pekoe.pipeline.config.tasks import is_supervised
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs import run_files
 from pekoe.pipeline.runs.attempt_history import AttemptFacts, End, read_attempts, sentence
@@ -116,6 +117,8 @@ def diagnose(
 
     def records() -> list[Finding]:
         nonlocal ledger
+        if config is not None and is_supervised(config):
+            return []
         found, ledger = examine_ledger(run, start, running)
         return found
 

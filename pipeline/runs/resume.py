@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 EXPORTS_ASIDE = 4
 """Exports of abandoned futures that are kept, besides those of the last one."""
 
+EVALUATED = frozenset({"eval/accuracy", "eval/loss"})
+"""Figures of an evaluation, one of which there is when any example could be used."""
 VERSION = re.compile(r"(?:step|v)-(\d+)(?:\.[\w.]*)?")
 """Name of something that was made at a version."""
 
@@ -64,20 +66,12 @@ def training_cursor(config: RunConfig, data: RunData) -> Cursor:
 
 def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoint, data: RunData) -> Past:
     """Head only, of an attempt after the first. ValueError when the ledger does not reach the start point."""
-    version, reason = start.version, f"the run went on from version {start.version}"
+    version = start.version
     ledger = Ledger(run)
     consumed = {entry.shard for record in ledger.scan(version) for entry in record.consumed}
     state = read_state(Path(start.checkpoint)) if start.checkpoint else {}
     ledger.set_aside_after(version)
-    with MetricsWriter(run, attempt, tensorboard=config.stats_logger.tensorboard) as metrics:
-        metrics.truncate_after(version)
-    shared = run.weights / SHARED
-    for folder in (run.path, run.ledger, run.metrics, run.set_aside, run.exports, run.eval, run.weights, shared):
-        _finish_moves(folder)
-    _make_room_aside(run, version)
-    for folder in (run.exports, run.eval, run.weights, shared):
-        for path in sorted(made_after(folder, version)):
-            run.put_aside(path, reason)
+    set_results_aside(run, config, attempt, version)
     cursor = training_cursor(config, data)
     if state:
         cursor.restore(state["cursor"])
@@ -93,6 +87,19 @@ def go_back(run: RunDirectory, config: RunConfig, attempt: int, start: StartPoin
     store.close()
     logger.info("attempt %d goes on from version %d; %d shards hold open groups", attempt, version, len(kept))
     return Past(state, tuple(found.notices), frozenset(trained & kept), tuple(sorted(spent)), done_at(run, version))
+
+
+def set_results_aside(run: RunDirectory, config: RunConfig, attempt: int, version: int) -> None:
+    """Figures, exports, evaluations and weights of later versions leave the run; moves that were cut off are ended."""
+    with MetricsWriter(run, attempt, tensorboard=config.stats_logger.tensorboard) as metrics:
+        metrics.truncate_after(version)
+    shared = run.weights / SHARED
+    for folder in (run.path, run.ledger, run.metrics, run.set_aside, run.exports, run.eval, run.weights, shared):
+        _finish_moves(folder)
+    _make_room_aside(run, version)
+    for folder in (run.exports, run.eval, run.weights, shared):
+        for path in sorted(made_after(folder, version)):
+            run.put_aside(path, f"the run went on from version {version}")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def done_at(run: RunDirectory, version: int) -> frozenset[str]:
     done = set()
     if (run.exports / f"step-{version}").is_dir():
         done.add("export")
-    if any(line.step == version and "eval/accuracy" in line.values for line in read_metrics(run)):
+    if any(line.step == version and not EVALUATED.isdisjoint(line.values) for line in read_metrics(run)):
         done.add("evaluation")
     return frozenset(done)
 

@@ -143,8 +143,11 @@ class RunData:
     def _get(self, key: str, section: DatasetConfig) -> Dataset:
         with self._lock:
             if key not in self._built:
-                self._built[key] = _limited(build(section, key), self._config, section.max_length)
+                self._built[key] = self._made(key, section)
             return self._built[key]
+
+    def _made(self, key: str, section: DatasetConfig) -> Dataset:
+        return _limited(build(section, key), self._config, section.max_length)
 
 
 def number_of_steps(config: RunConfig, data: RunData) -> int:

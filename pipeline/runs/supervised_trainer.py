@@ -1,0 +1,135 @@
+"""A trainer rank of a supervised run: builds its models and rows among its peers, and runs the learner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pekoe.pipeline.algorithm.supervised.dpo import DpoLoss
+from pekoe.pipeline.algorithm.supervised.reward_model import RewardModelLoss
+from pekoe.pipeline.algorithm.supervised.sft import SftLoss
+from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
+from pekoe.pipeline.algorithm.token_values import token_values
+from pekoe.pipeline.config.companions import RefConfig
+from pekoe.pipeline.config.tasks import sides
+from pekoe.pipeline.messages import Hello
+from pekoe.pipeline.registry import TRAIN_ENGINES, resolve
+from pekoe.pipeline.runs.companion_setup import TrainerRank, build_frozen
+from pekoe.pipeline.runs.context import HEAD, RunContext
+from pekoe.pipeline.runs.rl_trainer import form_trainer_group, load_checkpoint, rng_file
+from pekoe.pipeline.runs.supervised_data import row_source
+from pekoe.pipeline.runs.supervised_rows import EpochOrder, RowPlanner
+from pekoe.pipeline.train.checkpoint import ENGINE, Checkpoints
+from pekoe.pipeline.train.engine import TrainEngine
+from pekoe.pipeline.train.rng_state import capture_rng_state
+from pekoe.pipeline.train.supervised_learner import INBOX_KINDS, SupervisedLearner, SupervisedParts, SupervisedTask
+from pekoe.pipeline.train.supervised_tasks import LogprobTask, ScoreTask
+from pekoe.pipeline.train.trainer_group import TrainerGroup
+
+if TYPE_CHECKING:
+    from pekoe.pipeline.runs.rl import Crew
+
+logger = logging.getLogger(__name__)
+
+
+def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
+    """The learner thread; on the head it starts the controller once the engine stands. Returns how the run ended."""
+    config, world = context.config, context.world
+    inbox = world.post.inbox(*INBOX_KINDS)
+    set_phase = context.phase_of("learner")
+    set_phase("forming the trainer group")
+    form_trainer_group(context)
+    set_phase("loading the model")
+    engine = build_engine(context)
+    reference = build_reference(context) if config.task == "dpo" else None
+    checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
+    if context.start.checkpoint:
+        set_phase("loading the checkpoint")
+        load_checkpoint(context, {ENGINE: engine})
+    set_phase("reading the data")
+    group = TrainerGroup(context.torch_device)
+    rows_of_step, rows_of_validation = row_functions(context, group)
+    parts = SupervisedParts(
+        post=world.post,
+        inbox=inbox,
+        head=HEAD,
+        engine=engine,
+        task=build_task(context, engine, reference, group),
+        rows_of_step=rows_of_step,
+        rows_of_validation=rows_of_validation,
+        checkpoint_folder=checkpoints.part,
+        other_files=lambda: {rng_file(world.rank): capture_rng_state(context.device)},
+        start_thread=world.start,
+        export_folder=lambda path: context.run.path / path,
+        set_phase=set_phase,
+        set_version=world.set_version,
+        asynchronous=config.recover.asynchronous,
+    )
+    learner = SupervisedLearner(parts, context.num_steps, context.start.version)
+    context.watch("learner", learner.progress)
+    if context.is_head:
+        crew.start("controller", lambda: lead(context, checkpoints))
+    world.post.send(HEAD, Hello("trainer", context.start.version))
+    outcome = learner.run()
+    engine.close()
+    if reference is not None:
+        reference.close()
+    dist.destroy_process_group()
+    return outcome
+
+
+def build_engine(context: RunContext) -> TrainEngine:
+    """The trained model over the trainer ranks: with a value head for rw."""
+    config = context.config
+    engine: TrainEngine = resolve(TRAIN_ENGINES, context.ranks.actor.engine, "allocation")(
+        config.actor,
+        head="value" if config.task == "rw" else "lm",
+        token_logprobs=token_logprobs,
+        token_values=token_values,
+        device=context.device,
+        device_index=context.device_index,
+        weight_dtype=config.rollout.dtype,
+        total_steps=context.num_steps,
+        seed=config.seed,
+    )
+    return engine
+
+
+def build_reference(context: RunContext) -> TrainEngine:
+    """The frozen reference of dpo: `ref`, or without that section the model as the run found it, in its dtype."""
+    config = context.config
+    where = TrainerRank(context.ranks.actor.engine, context.device, context.device_index, context.num_steps)
+    return build_frozen(config, config.ref or RefConfig(dtype=config.actor.dtype), "ref", "lm", where)
+
+
+def build_task(
+    context: RunContext, engine: TrainEngine, reference: TrainEngine | None, group: TrainerGroup
+) -> SupervisedTask:
+    """The loss of the task, with the denominators of each batch."""
+    config = context.config
+    if config.task == "sft":
+        return LogprobTask(engine, group, lambda rows: SftLoss(rows.num_labels))
+    if config.task == "dpo":
+        return LogprobTask(engine, group, lambda rows: DpoLoss(config.dpo, rows.num_examples), reference)
+    return ScoreTask(engine, group, lambda rows: RewardModelLoss(rows.num_examples))
+
+
+def row_functions(context: RunContext, group: TrainerGroup) -> tuple[Callable[[int], Any], Callable[[int, int], Any]]:
+    """(rows of a step by its version, rows of validation examples by first and count)."""
+    config, data, ranks = context.config, context.data, context.ranks.trainer_ranks
+    planner = RowPlanner(group, ranks.index(context.world.rank), len(ranks), sides(config), config.actor.mb_spec)
+    section = config.train_dataset
+    order = EpochOrder(len(data.training), section.batch_size, config.total_train_epochs, config.seed, section.shuffle)
+    training = row_source(config, data.training, section)
+    validation = None
+    if config.valid_dataset is not None and data.validation is not None:
+        validation = row_source(config, data.validation, config.valid_dataset)
+
+    def of_validation(first: int, count: int) -> Any:
+        assert validation is not None
+        return planner.rows(validation, [(example, example) for example in range(first, first + count)])
+
+    return lambda version: planner.rows(training, order.of_step(version)), of_validation
