@@ -23,7 +23,7 @@ class Head(Protocol):
 
     @property
     def fresh(self) -> frozenset[str]:
-        """Names of parameters that start at 0 where the folder has none."""
+        """Names of parameters that start at 0 where the folder has none and they will be trained."""
         ...
 
     @property
@@ -86,7 +86,8 @@ def build_model(
     home = torch.device("cpu") if config.fsdp.offload_params else torch_device
     materialise(model, home, torch_device)
     _check_ties(model)
-    load_parameters(model, folder, tied_names(model), fresh=head.fresh, foreign=head.foreign)
+    fresh = head.fresh if trainable else frozenset[str]()
+    load_parameters(model, folder, tied_names(model), fresh=fresh, foreign=head.foreign)
     return model
 
 
