@@ -104,7 +104,9 @@ class ActorConfig(ModelConfig):
     kl_loss_coef: float = setting(0.0, "weight of the KL in the loss against `ref`; > 0 needs a ref section", minimum=0)
     kl_loss_estimator: str = setting("k3", "estimator of the KL in the loss", choices=("k2", "k3"))
     overlong_reward_penalty: bool = setting(False, "lower the reward of completions near the length limit (DAPO)")
-    overlong_tokens: int = setting(0, "tokens before gconfig.max_new_tokens over which the penalty grows", minimum=0)
+    overlong_tokens: int = setting(
+        0, "tokens before gconfig.max_new_tokens over which the penalty grows; 0 = a fifth of them (DAPO)", minimum=0
+    )
     overlong_penalty_factor: float = setting(1.0, "largest overlong penalty", above=0)
     reward_scaling: float = setting(1.0, "factor on rewards (after the bias)")
     reward_bias: float = setting(0.0, "added to rewards")

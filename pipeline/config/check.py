@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pekoe.pipeline.config.cross_checks import CROSS_CHECKS, check_placement
+from pekoe.pipeline.config.cross_checks import check_keys, check_placement
 from pekoe.pipeline.config.engine_checks import check_heads, check_vocabulary
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
 from pekoe.pipeline.config.paths import model_context_limit, model_heads, model_vocabulary, resolve_paths
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, Key, keys_of, shown
+from pekoe.pipeline.config.supervised_checks import check_supervised_length
+from pekoe.pipeline.config.tasks import is_supervised
 from pekoe.pipeline.config.values import WrongValue, convert
 
 
@@ -32,8 +34,7 @@ def check(config: RunConfig, placement: PlacementFacts | None = None) -> list[st
     findings.problems += wrong_limits(config)
     limits_hold = not findings.problems
     if limits_hold:
-        for cross_check in CROSS_CHECKS:
-            cross_check(config, findings)
+        check_keys(config, findings)
         if placement is not None:
             check_placement(config, placement, findings)
     try:
@@ -45,7 +46,8 @@ def check(config: RunConfig, placement: PlacementFacts | None = None) -> list[st
         if limits_hold:
             if placement is not None:
                 check_heads(placement, model_heads(resolved.rollout.path or model), findings)
-            _check_context(config, model_context_limit(model), findings)
+            check_length = check_supervised_length if is_supervised(config) else _check_context
+            check_length(config, model_context_limit(model), findings)
             check_vocabulary(config, model_vocabulary(model), findings)
     if findings.problems:
         raise ConfigError(findings.problems)

@@ -23,7 +23,9 @@ class FrozenModelConfig:
     """A model that is only asked."""
 
     path: str = setting("", "model folder; empty = actor.path")
-    dtype: str = setting("bfloat16", "compute dtype", choices=("float32", "float64", "bfloat16"))
+    dtype: str = setting(
+        "bfloat16", "compute dtype; left out = actor.dtype", choices=("float32", "float64", "bfloat16")
+    )
     offload_params: bool = setting(False, "keep the weights in host memory between uses")
 
 

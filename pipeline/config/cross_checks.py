@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 
@@ -13,7 +12,11 @@ from pekoe.pipeline.config.durations import FORMS, duration_seconds
 from pekoe.pipeline.config.engine_checks import SAMPLING_CHECKS, check_engine
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
+from pekoe.pipeline.config.objective_checks import OBJECTIVE_CHECKS, check_registered
 from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.config.supervised_checks import check_supervised_data
+from pekoe.pipeline.config.task_checks import TASK_CHECKS, check_task_placement
+from pekoe.pipeline.config.tasks import is_supervised, sequences_per_step
 
 POLLS_PER_LEASE = 8
 """Looks at the files within a lease, at least."""
@@ -33,10 +36,7 @@ def _check_names(config: RunConfig, findings: Findings) -> None:
     sections.append(("workflow.name", config.workflow.name, registry.WORKFLOWS))
     sections.append(("reward.name", config.reward.name, registry.REWARDS))
     for key, name, table in sections:
-        if name not in table and not re.fullmatch(r"[\w.]+:\w+", name):
-            near = difflib.get_close_matches(name, table, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            findings.wrong(key, name, f"is not known{hint}; allowed: {', '.join(sorted(table))}, or module:attribute")
+        check_registered(key, name, table, findings)
 
 
 def _check_sampling(config: RunConfig, findings: Findings) -> None:
@@ -59,78 +59,6 @@ def _check_sampling(config: RunConfig, findings: Findings) -> None:
         )
     if training.greedy:
         findings.warn("gconfig.greedy", True, "gives a group equal completions: nothing is learned from it")
-
-
-def _check_objective(config: RunConfig, findings: Findings) -> None:
-    actor = config.actor
-    if actor.eps_clip is None and actor.eps_clip_higher is not None:
-        findings.wrong(
-            "actor.eps_clip_higher", actor.eps_clip_higher, "needs actor.eps_clip; allowed: null when that is null"
-        )
-    if actor.optimizer.beta1 >= 1 or actor.optimizer.beta2 >= 1:
-        name = "beta1" if actor.optimizer.beta1 >= 1 else "beta2"
-        findings.wrong(f"actor.optimizer.{name}", getattr(actor.optimizer, name), "is not allowed; allowed: < 1")
-    for name in ("reward_norm", "adv_norm"):
-        norm = getattr(actor, name)
-        if norm is not None and norm.mean_leave1out and norm.mean_level is None:
-            findings.wrong(
-                f"actor.{name}.mean_leave1out",
-                True,
-                f"needs a mean; allowed: false when actor.{name}.mean_level is null",
-            )
-    norm = actor.reward_norm
-    if norm is not None and norm.mean_level == "group" and config.gconfig.n_samples < 2:
-        findings.wrong(
-            "gconfig.n_samples",
-            config.gconfig.n_samples,
-            "makes every advantage 0 with actor.reward_norm.mean_level group; allowed: >= 2",
-        )
-    if actor.importance_sampling_level == "sequence" and actor.loss_aggregation == "token_mean":
-        findings.warn(
-            "actor.loss_aggregation",
-            "token_mean",
-            "weighs long sequences more under importance_sampling_level sequence (GSPO: sequence_mean)",
-        )
-    if not actor.use_decoupled_loss and actor.prox_logp_method != "recompute":
-        findings.warn(
-            "actor.prox_logp_method", actor.prox_logp_method, "has no effect without actor.use_decoupled_loss"
-        )
-
-
-def _check_rejection(config: RunConfig, findings: Findings) -> None:
-    actor, key = config.actor, "actor.rejection_sampling"
-    bounds = actor.rejection_sampling
-    if bounds is None:
-        if actor.use_decoupled_loss:
-            findings.warn(key, None, "leaves the behaviour weight of the decoupled objective unbounded")
-        return
-    if not actor.use_decoupled_loss:
-        findings.warn(f"{key}.metric", bounds.metric, "has no effect without actor.use_decoupled_loss")
-    if bounds.upper is None and bounds.lower is None:
-        findings.wrong(
-            f"{key}.upper", None, f"and lower null bound nothing; allowed: a number for one of them, or {key}: null"
-        )
-    if bounds.upper is not None and bounds.lower is not None and bounds.lower > bounds.upper:
-        findings.wrong(f"{key}.lower", bounds.lower, f"is above upper; allowed: <= {bounds.upper}")
-    if bounds.action == "clamp" and bounds.metric != "ratio":
-        findings.wrong(
-            f"{key}.action", "clamp", f"is not allowed with metric {bounds.metric}; allowed: mask, or metric ratio"
-        )
-    neutral = 1.0 if bounds.metric == "ratio" else 0.0
-    if bounds.upper is not None and bounds.upper < neutral:
-        findings.wrong(
-            f"{key}.upper",
-            bounds.upper,
-            f"drops tokens of equal policies ({bounds.metric} {neutral:g}); allowed: >= {neutral:g}",
-        )
-    if bounds.lower is not None and bounds.lower > neutral:
-        findings.wrong(
-            f"{key}.lower",
-            bounds.lower,
-            f"drops tokens of equal policies ({bounds.metric} {neutral:g}); allowed: <= {neutral:g}",
-        )
-    if bounds.level == "token" and bounds.agg != "mean":
-        findings.warn(f"{key}.agg", bounds.agg, "has no effect at level token")
 
 
 def _check_batch(config: RunConfig, findings: Findings) -> None:
@@ -157,11 +85,6 @@ def _check_batch(config: RunConfig, findings: Findings) -> None:
             f"is not allowed with actor.mb_spec.granularity {spec.granularity}: rows that stay together would be torn; "
             "allowed: false, or granularity 1",
         )
-    if config.valid_dataset is not None:
-        for name in ("batch_size", "shuffle"):
-            value = getattr(config.valid_dataset, name)
-            if value != getattr(DatasetConfig(), name):
-                findings.warn(f"valid_dataset.{name}", value, "has no effect: every example is taken once")
     if spec.max_sequences_per_mb is not None and spec.max_sequences_per_mb < spec.granularity:
         findings.wrong(
             "actor.mb_spec.max_sequences_per_mb",
@@ -194,6 +117,11 @@ def _check_rollout(config: RunConfig, findings: Findings) -> None:
 
 
 def _check_evaluation(config: RunConfig, findings: Findings) -> None:
+    if config.valid_dataset is not None:
+        for name in ("batch_size", "shuffle"):
+            value = getattr(config.valid_dataset, name)
+            if value != getattr(DatasetConfig(), name):
+                findings.warn(f"valid_dataset.{name}", value, "has no effect: every example is taken once")
     asked = {
         "evaluator.freq_steps": config.evaluator.freq_steps,
         "evaluator.at_start": config.evaluator.at_start,
@@ -215,7 +143,10 @@ def _check_evaluation(config: RunConfig, findings: Findings) -> None:
 def check_placement(config: RunConfig, placement: PlacementFacts, findings: Findings) -> None:
     check_nodes(config, placement, findings)
     check_engine(config, placement, findings)
-    per_update = config.train_dataset.batch_size * config.gconfig.n_samples // config.actor.ppo_n_minibatches
+    check_task_placement(config, placement, findings)
+    per_update = sequences_per_step(config)
+    if not is_supervised(config):
+        per_update //= config.actor.ppo_n_minibatches
     trainers = len(placement.trainer_ranks)
     if trainers > per_update:
         findings.warn(
@@ -223,7 +154,7 @@ def check_placement(config: RunConfig, placement: PlacementFacts, findings: Find
             str(placement),
             f"has {trainers} trainer ranks for {per_update} sequences per update: some idle",
         )
-    if config.task == "rl" and not placement.rollout_ranks:
+    if not is_supervised(config) and not placement.rollout_ranks:
         _check_no_rollout(config, placement, findings)
 
 
@@ -278,17 +209,26 @@ def _check_time_limit(config: RunConfig, findings: Findings) -> None:
         findings.wrong("cluster.time_limit", limit, f"is no duration; allowed: auto, {FORMS}, or null")
 
 
-CROSS_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
+_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_names,
-    _check_sampling,
-    *SAMPLING_CHECKS,
-    _check_objective,
-    _check_rejection,
-    _check_batch,
-    _check_rollout,
+    *TASK_CHECKS,
+    check_supervised_data,
     _check_evaluation,
     _check_heartbeats,
-    _check_rollout_array,
     _check_time_limit,
     *CLUSTER_CHECKS,
 )
+_SAMPLING_RUN_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
+    _check_sampling,
+    *SAMPLING_CHECKS,
+    *OBJECTIVE_CHECKS,
+    _check_batch,
+    _check_rollout,
+    _check_rollout_array,
+)
+
+
+def check_keys(config: RunConfig, findings: Findings) -> None:
+    """What keys ask of each other in the run's task."""
+    for look in (*_CHECKS, *(() if is_supervised(config) else _SAMPLING_RUN_CHECKS)):
+        look(config, findings)

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pekoe.pipeline.config.emit import escape, yaml_lines
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, keys_of
+from pekoe.pipeline.config.settle import give_dpo_a_reference, inherit_eval_gconfig, settle_overlong, share_dtype
 from pekoe.pipeline.config.values import build, unknown
 
 CLOCK_TIME = re.compile(r"\d+(:\d+)+")
@@ -185,7 +186,9 @@ def _unknown_in(section: type, container: dict[Any, Any], source: str, prefix: s
 
 
 def _typed(container: Any, source: str) -> RunConfig:
-    _inherit_eval_gconfig(container)
+    inherit_eval_gconfig(container)
+    give_dpo_a_reference(container)
+    share_dtype(container)
     complete = OmegaConf.create(_with_defaults(RunConfig, container))
     try:
         resolved = OmegaConf.to_container(complete, resolve=True)
@@ -198,15 +201,8 @@ def _typed(container: Any, source: str) -> RunConfig:
     if problems:
         raise ConfigError(problems, source)
     assert isinstance(config, RunConfig)
+    settle_overlong(config)
     return config
-
-
-def _inherit_eval_gconfig(container: dict[Any, Any]) -> None:
-    """Keys that `eval_gconfig` leaves out are `gconfig`'s."""
-    own = container.get("eval_gconfig")
-    inherited = container.get("gconfig")
-    if isinstance(own, dict) and isinstance(inherited, dict):
-        container["eval_gconfig"] = inherited | own
 
 
 def _with_defaults(section: type, container: dict[Any, Any]) -> dict[Any, Any]:

@@ -16,10 +16,11 @@ from typing import Any
 from pekoe.pipeline.config.dataset import DatasetConfig
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError
+from pekoe.pipeline.config.settle import MODELS_BESIDE
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-PATH_DATASETS = ("gsm8k", "jsonl")
+PATH_DATASETS = ("demonstrations", "gsm8k", "jsonl", "preferences")
 """Registered data sets whose `path` is a file or folder."""
 
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -34,6 +35,10 @@ def resolve_paths(config: RunConfig) -> RunConfig:
     resolved = copy.deepcopy(config)
     problems: list[str] = []
     resolved.actor.path = _model(config.actor.path, "actor.path", problems)
+    for name in MODELS_BESIDE:
+        section = getattr(resolved, name)
+        if section is not None:
+            section.path = _model(section.path, f"{name}.path", problems) if section.path else resolved.actor.path
     if config.rollout.path is not None:
         resolved.rollout.path = _model(config.rollout.path, "rollout.path", problems)
     if config.tokenizer_path is not None:

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pekoe.pipeline.config.actor import NormConfig, RejectionConfig
-from pekoe.pipeline.config.load import from_yaml_text, load, preset_names, read_preset, to_yaml
+from pekoe.pipeline.config.load import from_yaml_text, load, preset_names, to_yaml
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, all_keys, nearest_key
 from pekoe.pipeline.config.show import show
@@ -108,50 +108,8 @@ def test_a_preset_in_the_yaml_is_its_base_and_on_the_command_line_lies_over_it()
 def test_an_unknown_preset_names_the_nearest() -> None:
     (line,) = problems("algorithm: gpso")
     assert "'gpso' is no preset (did you mean gspo?)" in line
-    assert "drgrpo, grpo, gspo, icepop, liteppo, rloo" in line
+    assert f"allowed: {', '.join(preset_names())}, or null" in line
     assert "7 is no preset" in problems("", "algorithm=7")[0]
-
-
-PRESETS = {
-    "grpo": {"mean": "group", "std": "group", "aggregation": "token_mean"},
-    "drgrpo": {"mean": "group", "std": None, "aggregation": "constant"},
-    "liteppo": {"mean": "group", "std": "batch", "aggregation": "token_mean"},
-    "rloo": {"mean": "group", "std": None, "aggregation": "token_mean", "leave1out": True},
-    "gspo": {"mean": "group", "std": "group", "aggregation": "sequence_mean", "level": "sequence", "eps": (3e-4, 4e-4)},
-    "icepop": {"mean": "group", "std": "group", "aggregation": "token_mean", "bounds": (0.5, 5.0)},
-}
-
-
-def test_presets_have_the_values_of_their_papers() -> None:
-    assert preset_names() == sorted(PRESETS)
-    for name, expected in PRESETS.items():
-        actor = from_yaml_text("", [f"algorithm={name}"]).actor
-        assert actor.reward_norm.mean_level == expected["mean"], name
-        assert actor.reward_norm.std_level == expected["std"], name
-        assert actor.reward_norm.mean_leave1out == expected.get("leave1out", False), name
-        assert actor.loss_aggregation == expected["aggregation"], name
-        assert actor.importance_sampling_level == expected.get("level", "token"), name
-        assert (actor.eps_clip, actor.eps_clip_higher) == expected.get("eps", (0.2, None)), name
-        assert (actor.rejection_sampling.lower, actor.rejection_sampling.upper) == expected.get(
-            "bounds", (None, 5.0)
-        ), name
-        assert actor.use_decoupled_loss, name
-
-
-def test_every_preset_states_the_same_keys_so_that_one_replaces_another() -> None:
-    names = {name: sorted(_dotted(read_preset(name))) for name in preset_names()}
-    assert len({tuple(keys) for keys in names.values()}) == 1, names
-    for first in preset_names():
-        for second in preset_names():
-            switched = from_yaml_text(f"algorithm: {first}", [f"algorithm={second}"])
-            assert switched == from_yaml_text(f"algorithm: {second}")
-
-
-def _dotted(section, prefix: str = "") -> list[str]:
-    names = []
-    for key, value in section.items():
-        names += _dotted(value, f"{prefix}{key}.") if hasattr(value, "items") else [prefix + key]
-    return names
 
 
 @pytest.mark.parametrize(
@@ -297,6 +255,30 @@ def test_loading_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)
     assert float(run.stdout) < 1.5
+
+
+def test_models_beside_the_policy_have_its_dtype_unless_they_name_one() -> None:
+    beside = "ref: {}\ncritic: {path: c}\nteacher: {dtype: bfloat16}\nreward_model: {path: r}\n"
+    config = from_yaml_text(beside + "actor: {dtype: float32}")
+    assert (config.ref.dtype, config.critic.dtype, config.reward_model.dtype) == ("float32",) * 3
+    assert config.teacher.dtype == "bfloat16"
+    assert from_yaml_text(to_yaml(config), ["actor.dtype=bfloat16"]).ref.dtype == "float32"
+    assert from_yaml_text(beside).ref.dtype == "bfloat16"
+
+
+def test_dpo_has_a_reference_also_when_none_is_named() -> None:
+    assert from_yaml_text("task: dpo").ref is not None
+    assert from_yaml_text("algorithm: grpo", ["task=dpo"]).ref is not None
+    assert from_yaml_text("task: dpo\nref: {path: r}").ref.path == "r"
+    assert from_yaml_text("task: sft").ref is None
+
+
+def test_the_overlong_window_is_a_fifth_unless_it_is_named() -> None:
+    on = "actor: {overlong_reward_penalty: true}\ngconfig: {max_new_tokens: 20480}"
+    assert from_yaml_text(on).actor.overlong_tokens == 4096
+    assert from_yaml_text(on, ["actor.overlong_tokens=7"]).actor.overlong_tokens == 7
+    assert from_yaml_text(on, ["gconfig.max_new_tokens=3"]).actor.overlong_tokens == 1
+    assert from_yaml_text("gconfig: {max_new_tokens: 20480}").actor.overlong_tokens == 0
 
 
 @pytest.mark.parametrize("text", ["1:30:00", "30:00", "1:30", "01:02:03", "1-12:30:15", "90", "1:99"])
