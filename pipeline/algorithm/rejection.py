@@ -54,9 +54,10 @@ def behaviour_weights(
 
 
 def binary_kl(prox: Tensor, behaviour: Tensor) -> Tensor:
-    """`max(KL(p ‖ q), KL(q ‖ p))` of Bernoulli distributions with the token's probabilities under both policies [M]."""
-    p = torch.exp(prox).clamp(PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
-    q = torch.exp(behaviour).clamp(PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
+    """`max(KL(p ‖ q), KL(q ‖ p))` of Bernoulli distributions with the token's probabilities under both policies [M], in
+    float64: below it a probability near 1 cannot be told from 1."""
+    p = torch.exp(prox.double()).clamp(PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
+    q = torch.exp(behaviour.double()).clamp(PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
     return torch.maximum(_bernoulli_kl(p, q), _bernoulli_kl(q, p))
 
 
@@ -66,7 +67,7 @@ def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
 
 def _divergence(metric: str, prox: Tensor, behaviour: Tensor, mask: Tensor) -> Tensor:
     if metric == "binary_kl":
-        zero = torch.zeros_like(prox, dtype=torch.float64)
+        zero = torch.zeros_like(prox)
         return binary_kl(torch.where(mask, prox, zero), torch.where(mask, behaviour, zero))
     return kl_estimate(metric.removeprefix("kl_"), prox, behaviour, mask)
 
