@@ -83,7 +83,8 @@ def _moments(batch: PackedBatch) -> Int64:
     gap = batch.logprobs.astype(np.float64) - batch.extra["prox_logprobs"].astype(np.float64)
     largest = 2.0 ** (WHOLE_BITS / 2)
     squares = np.square(np.nan_to_num(np.abs(gap), nan=largest).clip(max=largest))
-    return np.rint(squares * 2.0**FRACTION_BITS).astype(np.int64)
+    moments: Int64 = np.rint(squares * 2.0**FRACTION_BITS).astype(np.int64)
+    return moments
 
 
 def _limbs(values: Int64) -> list[Int64]:
