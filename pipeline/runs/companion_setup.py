@@ -42,13 +42,6 @@ def build_companions(config: RunConfig, where: TrainerRank) -> Companions:
     Raises ValueError on all ranks when one of them reads token ids otherwise than the policy does.
     """
     teacher = config.teacher if config.teacher is not None and config.teacher.place == "trainer" else None
-    for section, model in (
-        ("ref", config.ref), ("teacher", teacher), ("critic", config.critic), ("reward_model", config.reward_model)
-    ):  # fmt: skip
-        if model is not None:
-            check_same_vocabulary(
-                section, model.path or config.actor.path, config.actor.path, config.tokenizer_path or config.actor.path
-            )
     return Companions(
         reference=None if config.ref is None else build_frozen(config, config.ref, "ref", "lm", where),
         teacher=None if teacher is None else build_frozen(config, teacher, "teacher", "lm", where),
@@ -106,6 +99,7 @@ def cut_evenly(limits: MicroBatchConfig, over: TrainerGroup) -> Cut:
 
 
 def _build(config: RunConfig, model: ModelConfig, where: TrainerRank, *, section: str, **options: Any) -> TrainEngine:
+    check_same_vocabulary(section, model.path, config.actor.path, config.tokenizer_path or config.actor.path)
     engine: TrainEngine = resolve(TRAIN_ENGINES, where.engine, "allocation")(
         model,
         token_logprobs=token_logprobs,
