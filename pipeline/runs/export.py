@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
+from pekoe.pipeline.algorithm.token_values import token_values
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.device import choose
 from pekoe.pipeline.registry import TRAIN_ENGINES, resolve
@@ -36,7 +37,9 @@ def _export(config: RunConfig, engine_name: str, folder: Path, out: Path) -> Non
     dist.init_process_group(device.process_group_backend, store=store, rank=0, world_size=1)
     engine: TrainEngine = resolve(TRAIN_ENGINES, engine_name, "allocation")(
         config.actor,
+        head="value" if config.task == "rw" else "lm",
         token_logprobs=token_logprobs,
+        token_values=token_values,
         device=device,
         weight_dtype=config.rollout.dtype,
         total_steps=1,

@@ -202,7 +202,8 @@ def examine_exports(run: RunDirectory, config: RunConfig | None) -> list[Finding
     from pekoe.pipeline.runs.disk_estimate import model_facts
 
     findings = []
-    expected = None if config is None else _parameters(Path(config.actor.path))
+    # A reward model has a row of scores in place of what it began with.
+    expected = None if config is None or config.task == "rw" else _parameters(Path(config.actor.path))
     for path in sorted(run.exports.glob("step-*"), key=lambda path: (len(path.name), path.name)):
         if path.suffix or not path.is_dir():
             continue
