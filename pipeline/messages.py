@@ -59,6 +59,8 @@ class Assign(Message, frozen=True):
     n_samples: int
     min_version: int
     """Sample nothing with weights older than this."""
+    drop_equal: bool = False
+    """Reject the group (`equal_rewards`) when the rewards of its episodes are all equal."""
 
 
 class AssignEvaluation(Message, frozen=True):
@@ -139,7 +141,7 @@ class Rejected(Message, frozen=True):
     group: int
     try_number: int
     reason: str
-    """`error`, `timeout`, `none` (the workflow returned None), `too_long`."""
+    """`error`, `timeout`, `none` (the workflow returned None), `too_long`, `equal_rewards` (dynamic sampling)."""
     detail: str = ""
     """Traceback or the like, at most a few thousand characters."""
 

@@ -28,6 +28,7 @@ import msgspec
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.checkpoint_saves import CheckpointSaves, Committed
 from pekoe.pipeline.control.disk_watch import DiskWatch
+from pekoe.pipeline.control.dispatcher import EQUAL_REWARDS
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.control.logprob_gap import Gap
@@ -130,7 +131,7 @@ class Controller:
         self.admitting = True
         while self.version < self.num_steps and not self.parts.stop.requested():
             batch = self.gather()
-            if not batch:
+            if batch is None:
                 self._check_early_end()
                 break
             began, refusals = time.monotonic(), self.disk.count
@@ -147,7 +148,8 @@ class Controller:
         return self.finish()
 
     def gather(self) -> list[OutstandingGroup] | None:
-        """Waits for the batch of this version. None: a stop was asked for, or the data has ended."""
+        """Waits for the batch of this version, empty where all of its groups were dropped (`dynamic_batch_size`). None:
+        a stop was asked for, or the data has ended."""
         began = time.monotonic()
         dispatcher = self.parts.dispatcher
 
@@ -171,7 +173,8 @@ class Controller:
         return batch if isinstance(batch, list) else None
 
     def train(self, batch: list[OutstandingGroup]) -> bool:
-        """One step, recorded durably. False: nothing was trained."""
+        """One step, recorded durably; of an empty batch it adds 1 to the version and nothing else. False: nothing was
+        trained."""
         began = time.monotonic()
         rows = self.training.step(batch, self.version)
         if rows is None:
@@ -444,6 +447,8 @@ class Controller:
             hint = "look at what the workflow returns"
             if counts.get("rejected_too_long"):
                 hint = "prompts leave no room: raise gconfig.max_tokens, or take a model with a longer context"
+            elif counts.get(f"rejected_{EQUAL_REWARDS}"):
+                hint = "rollout.dynamic_sampling drops groups whose rewards are all equal: look at the reward"
             raise NothingToTrain(
                 f"the data ended before a step could be made: every group was filtered or skipped ({counts}); {hint}"
             )

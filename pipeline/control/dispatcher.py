@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 FAILURES = ("error", "timeout")
 """Reasons of rejection that say that something is broken; the others are decisions of the workflow."""
+EQUAL_REWARDS = "equal_rewards"
+"""Reason of rejection of dynamic sampling."""
+RESAMPLED_BATCHES = 8
+"""Batches' worth of groups that dynamic sampling replaces per step, where the configuration does not say."""
 WAITING = "waiting"
 """State, in a snapshot, of a group that is to be issued again."""
 
@@ -120,6 +124,10 @@ class Dispatcher:
         self.data_is_exhausted = False
         self.consecutive_failures = 0
         self.tokens_sampled = 0
+        bound = config.rollout.max_resampled_groups
+        self.max_resampled = RESAMPLED_BATCHES * batch if bound is None else bound
+        self.resampled = 0
+        """Groups that dynamic sampling has dropped and replaced since the last step."""
 
     def state(self) -> dict[str, Any]:
         """Snapshot at a step boundary: plain values for the checkpoint. Groups in flight are those in the table, those
@@ -135,7 +143,10 @@ class Dispatcher:
             "filtered": [(loss.group, loss.try_number, loss.reason) for loss in self.losses.filtered],
             "skipped": [(loss.group, loss.try_number, loss.reason) for loss in self.losses.skipped],
         }
-        counters = {"version": version, "running": self.admission.running, "accepted": self.admission.accepted}
+        counters = {
+            "version": version, "running": self.admission.running, "accepted": self.admission.accepted,
+            "dropped": len(self.table.dropped), "resampled": self.resampled,
+        }  # fmt: skip
         return {
             "cursor": self.cursor.state(), "admission": counters, "in_flight": sorted(in_flight),
             "counts": dict(self.counts), "losses": losses,
@@ -160,6 +171,8 @@ class Dispatcher:
         self.resumed_at = version
         self.admission.version = version
         self.admission.accepted = state["admission"]["accepted"]
+        self.table.restore_dropped(state["admission"].get("dropped", 0))
+        self.resampled = state["admission"].get("resampled", 0)
         for number, try_number, _, how in state["in_flight"]:
             self.owed.add(number)
             if try_number:
@@ -276,7 +289,7 @@ class Dispatcher:
     def _wanted(self) -> int:
         """Groups still to admit so that the remaining steps are full."""
         remaining = (self.num_steps - self.admission.version) * self.admission.batch
-        return remaining - len(self.table.groups)
+        return remaining - len(self.table.groups) - len(self.table.dropped)
 
     def _place(self) -> int | None:
         """Where the next group goes: the least loaded rank, or the board if a rank of the attached worlds has less to
@@ -292,7 +305,8 @@ class Dispatcher:
         self.admission.admit()
         version = self.admission.version
         self.table.admit(OutstandingGroup(number, try_number, example, version, rank, time.monotonic()))
-        assign = Assign(number, try_number, example, self.config.gconfig.n_samples, version)
+        n_samples = self.config.gconfig.n_samples
+        assign = Assign(number, try_number, example, n_samples, version, self._drops_equal())
         if rank == BOARD and self.board is not None:
             self.on_board += 1
             self.board.offer(assign)
@@ -335,6 +349,9 @@ class Dispatcher:
             self.counts["late"] += 1
             return
         self._stop_running(group)
+        if message.reason == EQUAL_REWARDS:
+            self._on_equal_rewards(group)
+            return
         self.admission.reject()
         self.table.remove(group.number)
         self.counts[f"rejected_{message.reason}"] += 1
@@ -350,6 +367,29 @@ class Dispatcher:
             )
         logger.warning("group %d try %d failed (%s)", group.number, group.try_number, message.reason)
         self._issue_again(group, group.try_number + 1)
+
+    def _drops_equal(self) -> bool:
+        """Whether a group that is issued now may be dropped for equal rewards."""
+        rollout = self.config.rollout
+        return rollout.dynamic_sampling and (rollout.dynamic_batch_size or self.resampled < self.max_resampled)
+
+    def _on_equal_rewards(self, group: OutstandingGroup) -> None:
+        """Nothing is learned from the group. It is replaced, or keeps its place in a batch (`dynamic_batch_size`); once
+        as many were replaced as a step may, it is sampled again as it is (same try), to be kept."""
+        self.consecutive_failures = 0
+        if self.config.rollout.dynamic_batch_size:
+            self.admission.accept()
+            self.table.drop(group.number)
+        else:
+            self.admission.reject()
+            self.table.remove(group.number)
+            if self.resampled >= self.max_resampled:
+                self.counts["equal_rewards_sampled_again"] += 1
+                self.reissues.append((group.number, group.example, group.try_number))
+                return
+            self.resampled += 1
+        self.counts[f"rejected_{EQUAL_REWARDS}"] += 1
+        self._lose(group, "filtered", EQUAL_REWARDS)
 
     def drop_stale(self, version: int, waited_seconds: float) -> None:
         """Applies `rollout.stale_policy` to running groups that hold up the batch at `version`.
@@ -401,9 +441,11 @@ class Dispatcher:
         for group in batch:
             self.table.remove(group.number)
             self.cursor.close(group.number, "consumed")
-        if len(batch) < self.admission.batch:
-            self.admission.consume_short(len(batch))
+        num_consumed = len(batch) + self.table.use_dropped(self.admission.batch - len(batch))
+        if num_consumed < self.admission.batch:
+            self.admission.consume_short(num_consumed)
         self.admission.version += 1
+        self.resampled = 0
         self.shelf.drop_useless(self.admission.version, self.cursor.is_closed)
         if self.resumed_at is not None:
             self._tell_of_resume(self.resumed_at)
@@ -425,7 +467,7 @@ class Dispatcher:
     def want(self) -> int:
         """Groups in the next batch: `batch`, or what is left when the data ends."""
         if self.data_is_exhausted and not self.reissues:
-            return min(self.admission.batch, len(self.table.groups))
+            return min(self.admission.batch, len(self.table.groups) + len(self.table.dropped))
         return self.admission.batch
 
     def _issue_again(self, group: OutstandingGroup, try_number: int) -> None:

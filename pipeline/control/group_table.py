@@ -11,13 +11,15 @@ from pekoe.pipeline.messages import PublishedGroup, Row
 
 
 class GroupState(enum.Enum):
-    """RUNNING -> FINISHED -> READY; a group leaves the table when it is taken into a batch, rejected or dropped."""
+    """RUNNING -> FINISHED -> READY; a group leaves the table when it is taken into a batch, rejected or given up."""
 
     RUNNING = "running"
     FINISHED = "finished"
     """Its episodes are done; it lies in the open shard of its holder."""
     READY = "ready"
     """Its shard is published."""
+    DROPPED = "dropped"
+    """It has ended without rows, yet it has a place in a batch, in the order of completion."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,9 @@ class GroupTable:
     batch: int
     groups: dict[int, OutstandingGroup] = field(default_factory=dict)
     ready: dict[int, OutstandingGroup] = field(default_factory=dict)
-    """In order of completion (a dict keeps it)."""
+    """In order of completion (a dict keeps it); DROPPED ones among them."""
+    dropped: list[int] = field(default_factory=list)
+    """DROPPED ones, in order of completion; they are no more in `groups`."""
     finished: dict[int, OutstandingGroup] = field(default_factory=dict)
     """FINISHED ones, in order of completion."""
     due: Counter[int] = field(default_factory=Counter)
@@ -113,6 +117,27 @@ class GroupTable:
                 del self.due[self._deadline(group)]
         return group
 
+    def drop(self, number: int) -> None:
+        """A running group ends without rows and keeps its place in a batch."""
+        group = self.remove(number)
+        group.state = GroupState.DROPPED
+        self.ready[number] = group
+        self.dropped.append(number)
+
+    def restore_dropped(self, count: int) -> None:
+        """Places of groups that were dropped before a checkpoint: the first in order of completion."""
+        for number in range(-count, 0):
+            self.ready[number] = OutstandingGroup(number, 0, -1, -1, -1, 0.0, GroupState.DROPPED)
+            self.dropped.append(number)
+
+    def use_dropped(self, most: int) -> int:
+        """The batch at hand has used the places of so many dropped groups, as far as there are any; gives their
+        number."""
+        used, self.dropped = self.dropped[:most], self.dropped[most:]
+        for number in used:
+            del self.ready[number]
+        return len(used)
+
     def _leave(self, group: OutstandingGroup) -> None:
         """Out of what is kept for groups in its state."""
         if group.state is GroupState.READY:
@@ -128,7 +153,8 @@ class GroupTable:
             del self._num_busy[rank]
 
     def choose(self, version: int, want: int | None = None) -> list[OutstandingGroup] | None:
-        """The batch of the step at `version`, sorted by admission number, or None while it is not complete.
+        """The batch of the step at `version`, sorted by admission number, or None while it is not complete. It is
+        smaller than `want` by the places that dropped groups have, and may be empty.
 
         Nothing is taken out yet.
         """
@@ -137,7 +163,7 @@ class GroupTable:
         selection = self.select(version, want, list(self.ready.values()))
         if selection.lacking:
             return None
-        return sorted(selection.chosen, key=lambda g: g.number)
+        return sorted((g for g in selection.chosen if g.state is GroupState.READY), key=lambda g: g.number)
 
     def ranks_to_flush(self, version: int, want: int | None = None) -> set[int]:
         """Ranks whose open shards hold what the batch lacks, once publishing them would complete it.
@@ -173,7 +199,8 @@ class GroupTable:
         A group admitted at version a must be trained on at step a + eta at the latest: its deadline. Each step takes
         `batch` groups, so for every deadline d at most (d - version) * batch groups due by d may be left after this
         step; what exceeds that must be in it. (Taking only what is due *now* is not enough: young groups that
-        complete early would push old ones together into one later step.) The rest is filled in order of completion.
+        complete early would push old ones together into one later step.) The rest is filled in order of completion:
+        dropped groups, which are never due, have their places there.
         """
         want = self.batch if want is None else want
         chosen: dict[int, OutstandingGroup] = {}
@@ -185,7 +212,7 @@ class GroupTable:
                 for group in candidates:
                     if len(chosen) >= needed:
                         break
-                    if self._deadline(group) <= deadline:
+                    if group.state is not GroupState.DROPPED and self._deadline(group) <= deadline:
                         chosen.setdefault(group.number, group)
                 if len(chosen) < needed:
                     return Selection(list(chosen.values()), want - len(chosen), needed - len(chosen), deadline)
@@ -222,7 +249,7 @@ class GroupTable:
 
     def shards(self) -> set[str]:
         """Shards that READY groups lie in."""
-        return {g.shard for g in self.ready.values()}
+        return {g.shard for g in self.ready.values() if g.state is GroupState.READY}
 
     def in_shard(self, shard: str) -> list[OutstandingGroup]:
         return [g for g in self.ready.values() if g.shard == shard]

@@ -20,6 +20,7 @@ from pekoe.pipeline.messages import Assign, AssignEvaluation, Evaluated, Rejecte
 from pekoe.pipeline.records import POSITION_BITS, Example, Group, Trajectory
 from pekoe.pipeline.rollout.engine import InferenceEngine
 from pekoe.pipeline.rollout.episode import DETAIL_CHARACTERS, EpisodeIdentity, EpisodePolicy, run_episode
+from pekoe.pipeline.rollout.equal_rewards import has_equal_rewards
 from pekoe.pipeline.rollout.group_gate import GroupGate
 from pekoe.pipeline.rollout.workflow import RejectEpisode, Workflow
 
@@ -206,7 +207,10 @@ class Executor:
             )
         else:
             self._num_done += 1
-            self._outlet.on_group(group)
+            if message.drop_equal and has_equal_rewards(group):
+                self._outlet.on_rejected(Rejected(message.group, message.try_number, "equal_rewards"))
+            else:
+                self._outlet.on_group(group)
 
     async def _group(self, message: Assign) -> Group:
         async with self._gates[0].places(message.n_samples):
@@ -282,13 +286,13 @@ def look_up(source: EpisodeSource, index: int) -> Example:
 
 
 def evaluated(message: AssignEvaluation, episodes: list[list[Trajectory]]) -> Evaluated:
-    """The result of an evaluation example; an episode's reward is that of its last trajectory. Empty if all were
-    lost."""
+    """The result of an evaluation example; an episode's reward is that of its last trajectory, turns included. Empty if
+    all were lost."""
     versions = [t.versions[t.loss_mask.astype(bool)] for episode in episodes for t in episode]
     return Evaluated(
         evaluation=message.evaluation,
         example=message.example,
-        rewards=tuple(episode[-1].reward for episode in episodes),
+        rewards=tuple(episode[-1].total_reward for episode in episodes),
         lengths=tuple(sum(int(t.loss_mask.sum()) for t in episode) for episode in episodes),
         truncated=tuple(episode[-1].truncated for episode in episodes),
         min_version=min((int(v.min()) for v in versions), default=-1),

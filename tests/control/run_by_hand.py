@@ -184,6 +184,15 @@ class Run:
         self.dispatcher.on_rejected(Rejected(group, assign.try_number, reason))
         self.give_up({group})
 
+    def finish_with_equal_rewards(self, group: int) -> None:
+        """The rank rejects it, unless the head wants it all the same."""
+        if not self.rollout.running[group][1].drop_equal:
+            self.finish(group)
+            return
+        self.reject(group, "equal_rewards")
+        self.model.dropped += self.config.rollout.dynamic_batch_size
+        assert self.dispatcher.resampled <= self.dispatcher.max_resampled
+
     def drop_stale(self) -> None:
         before = set(self.dispatcher.table.groups)
         self.dispatcher.drop_stale(self.version, 1.0)
@@ -220,6 +229,9 @@ class Run:
 
     def check_batch(self, batch: list[OutstandingGroup], rows: list[tuple[int, Trajectory]]) -> None:
         assert [number for number, _ in rows] == [group.number for group in batch for _ in group.rows]
+        if not batch:
+            assert self.config.rollout.dynamic_batch_size
+            return
         oldest = min(int(row.versions[row.loss_mask == 1].min()) for _, row in rows)
         newest = max(int(row.versions.max()) for _, row in rows)
         assert self.version - oldest <= self.model.eta, "too old"
@@ -229,6 +241,7 @@ class Run:
         for group in batch:
             self.model.end(group.number, "consumed")
         self.model.version += 1
+        self.model.dropped -= min(self.model.dropped, self.model.batch - len(batch))
         entries = [Entry(g.number, g.try_number, g.shard, tuple(row.row for row in g.rows)) for g in batch]
         filtered = [Entry(loss.group, loss.try_number, reason=loss.reason) for loss in losses.filtered]
         skipped = [Entry(loss.group, loss.try_number, reason=loss.reason) for loss in losses.skipped]

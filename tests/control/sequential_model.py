@@ -24,6 +24,8 @@ class Model:
     owed: set[int] = field(default_factory=set)
     """Open at the checkpoint that the run went back to."""
     ends: dict[int, str] = field(default_factory=dict)
+    dropped: int = 0
+    """Ended without rows, with a place in a batch to come."""
 
     @staticmethod
     def of(num_examples: int, seed: int, epochs: int, batch: int, eta: int) -> Model:
@@ -55,11 +57,11 @@ class Model:
 
     def capacity(self) -> int:
         """Of the formula, when the step of a batch took a whole batch; without the limit of concurrency."""
-        return (self.eta + 1) * self.batch - len(self.open) + len(self.again)
+        return (self.eta + 1) * self.batch - len(self.open) + len(self.again) - self.dropped
 
     def save(self) -> Model:
         return copy.deepcopy(self)
 
     def restored(self) -> Model:
         owed = {*self.open, *self.owed}
-        return Model(self.order, self.batch, self.eta, self.version, [], set(), owed, dict(self.ends))
+        return Model(self.order, self.batch, self.eta, self.version, [], set(), owed, dict(self.ends), self.dropped)

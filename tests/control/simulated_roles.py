@@ -93,6 +93,8 @@ class Faults:
     bad_shards: Callable[[Plan], Sequence[tuple[str, int, str]]] = lambda plan: ()
     load_error: Callable[[PrepareWeights], str] = lambda message: ""
     reject: Callable[[Assign], str] = lambda assign: ""
+    equal: Callable[[Assign], bool] = lambda assign: False
+    """Whether all samples of a group earn the same."""
     hang: Callable[[Assign], bool] = lambda assign: False
     save: Callable[[World, Save], None] = lambda world, message: world.tell_saved(message)
     export_refused: str = ""
@@ -304,8 +306,13 @@ class World:
         if reason := self.faults.reject(assign):
             self._tell(rank, Rejected(assign.group, assign.try_number, reason, "because"))
             return
+        is_equal = self.faults.equal(assign)
+        if is_equal and assign.drop_equal:
+            self._tell(rank, Rejected(assign.group, assign.try_number, "equal_rewards"))
+            return
         first, version = len(self.open[rank]) * assign.n_samples, assign.min_version
-        rows = tuple(Row(first + n, n, 5, 3, float(n), version, version, False) for n in range(assign.n_samples))
+        rewards = [1.0 if is_equal else float(n) for n in range(assign.n_samples)]
+        rows = tuple(Row(first + n, n, 5, 3, reward, version, version, False) for n, reward in enumerate(rewards))
         self.open[rank].append(PublishedGroup(assign.group, assign.try_number, rows))
         self._tell(rank, Finished(assign.group, assign.try_number))
         if self.rng.random() < 0.2:

@@ -48,12 +48,15 @@ class History(RuleBasedStateMachine):
     @initialize(
         eta=st.integers(0, 2), batch=st.integers(1, 3), examples=st.integers(4, 9), concurrent=st.integers(1, 9),
         reissues=st.integers(0, 2), keep=st.sampled_from(["none", "shards"]),
+        sampling=st.sampled_from([{}, *({"max_resampled_groups": n} for n in (0, 2)), {"dynamic_batch_size": True}]),
     )  # fmt: skip
-    def begin(self, eta: int, batch: int, examples: int, concurrent: int, reissues: int, keep: str) -> None:
+    def begin(
+        self, eta: int, batch: int, examples: int, concurrent: int, reissues: int, keep: str, sampling: dict[str, Any]
+    ) -> None:
         self.root = Path(tempfile.mkdtemp())
         self.run = make_run(
             self.root, eta=eta, batch=batch, examples=examples, epochs=2, max_concurrent_rollouts=concurrent,
-            max_reissues=reissues, keep_trajectories=keep,
+            max_reissues=reissues, keep_trajectories=keep, dynamic_sampling=bool(sampling), **sampling,
         )  # fmt: skip
 
     def teardown(self) -> None:
@@ -100,6 +103,14 @@ class History(RuleBasedStateMachine):
     def reject(self, pick: int, reason: str) -> None:
         if self.run.rollout.running:
             self.run.reject(self.choose(self.run.rollout.running, pick), reason)
+
+    @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=6), with_step=st.booleans())
+    def finish_with_equal_rewards(self, picks: list[int], with_step: bool) -> None:
+        self.run.admit()
+        for pick in picks[: len(self.run.rollout.running)]:
+            self.run.finish_with_equal_rewards(self.choose(self.run.rollout.running, pick))
+        if with_step:
+            self.step()
 
     @rule()
     def drop_stale(self) -> None:

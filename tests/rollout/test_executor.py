@@ -16,6 +16,7 @@ from pekoe.pipeline.messages import Assign, AssignEvaluation, Evaluated, Rejecte
 from pekoe.pipeline.records import Example, Finish, Group, Trajectory, sampling_seed
 from pekoe.pipeline.rollout.engine import GenerationRequest, Response, SamplingParameters
 from pekoe.pipeline.rollout.episode import BoundEngine, EpisodeIdentity
+from pekoe.pipeline.rollout.equal_rewards import has_equal_rewards
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.workflow import EpisodeEngine, RejectEpisode
 from pekoe.pipeline.rollout.workflows.rlvr_workflow import single_turn
@@ -450,3 +451,56 @@ def test_evaluation_without_validation_data_is_refused() -> None:
     executor = Executor(settings, SeededEngine(), EpisodeSource(Scripted(sample_once), example_at), None, Events())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="valid_dataset"):
         executor.evaluate(AssignEvaluation(0, 0, 1))
+
+
+@pytest.mark.parametrize(("drop_equal", "is_equal"), [(True, True), (True, False), (False, True)])
+def test_a_group_with_equal_rewards_is_rejected_only_where_the_head_says_so(drop_equal: bool, is_equal: bool) -> None:
+    async def episode(engine: EpisodeEngine, example: Example) -> Trajectory:
+        trajectory = await sample_once(engine, example)
+        trajectory.reward = 1.0 if is_equal else trajectory.reward + len(trajectory.tokens)
+        return trajectory
+
+    with rig(episode) as one:
+        one.executor.submit(Assign(5, 2, 9, 4, 1, drop_equal))
+        outcome = one.events.take()
+    if drop_equal and is_equal:
+        assert outcome == Rejected(5, 2, "equal_rewards")
+    else:
+        assert len(outcome.trajectories) == 4
+
+
+def rewarded(sample: int, reward: float, *of_turns: float) -> Trajectory:
+    """Two turns of two tokens; the first of them has `sample` tokens before it, so that places differ."""
+    before = 1 + sample
+    turns = np.array([-1] * before + [0, 0, -1, 1, 1], np.int32)
+    active = turns >= 0
+    extra = {}
+    if of_turns:
+        extra["turn_rewards"] = np.array([0] * before + [0, of_turns[0], 0, 0, of_turns[1]], np.float32)
+    made = Trajectory(
+        tokens=np.arange(len(turns), dtype=np.int32), loss_mask=active.astype(np.uint8),
+        logprobs=np.where(active, -0.5, 0).astype(np.float32), versions=np.where(active, 0, -1).astype(np.int32),
+        turns=turns, prompt_length=before, reward=reward, finish=Finish.STOP, sample=sample, extra=extra,
+    )  # fmt: skip
+    made.check()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "is_equal"),
+    [
+        ([rewarded(0, 1.0), rewarded(1, 1.0)], True),
+        ([rewarded(0, 1.0), rewarded(1, 0.0)], False),
+        ([rewarded(0, 0.0, 0.0, 1.0), rewarded(1, 0.0, 0.0, 1.0)], True),
+        ([rewarded(0, 0.0, 1.0, 0.0), rewarded(1, 0.0, 0.0, 1.0)], False),
+        ([rewarded(0, 0.0, 0.5, 0.5), rewarded(1, 1.0)], False),
+        ([rewarded(0, 1.0)], False),
+        ([rewarded(0, 1.0), rewarded(0, 1.0)], False),
+        ([rewarded(0, 1.0), rewarded(0, 1.0), rewarded(1, 1.0)], True),
+    ],
+    ids=[
+        "equal", "different", "equal turns", "other turns", "turns and outcome", "alone", "one episode", "two episodes",
+    ],
+)  # fmt: skip
+def test_what_equal_rewards_are(trajectories: list[Trajectory], is_equal: bool) -> None:
+    assert has_equal_rewards(Group(1, 0, "x", trajectories)) is is_equal
