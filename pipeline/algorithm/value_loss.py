@@ -65,4 +65,6 @@ def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, eps_clip: f
     if eps_clip is None:
         return 0.5 * squares, torch.zeros_like(squares, dtype=torch.bool)
     bounded = (old + (values - old).clamp(-eps_clip, eps_clip) - returns).square()
-    return 0.5 * torch.maximum(squares, bounded), bounded > squares
+    # Inside the bound `old + (values - old)` differs from `values` by rounding.
+    is_outside = (values - old).abs() > eps_clip
+    return 0.5 * torch.maximum(squares, bounded), is_outside & (bounded > squares)

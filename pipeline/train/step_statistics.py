@@ -111,7 +111,7 @@ def reward_figures(sums: dict[str, float]) -> dict[str, float]:
         ("reward/raw", "reward_raw", sequences),
         ("reward/shaped", "reward_shaped", sequences),
         ("reward/overlong_penalty", "overlong_penalty", sequences),
-        ("reward/turn", "turn_reward_sum", sums.get("rewarded_turns", 0.0)),
+        ("reward/turns", "turn_reward_sum", sequences),
         ("reward/kl", "kl_reward_sum", tokens),
         ("advantage/mean", "advantage_sum", tokens),
         ("advantage/abs", "advantage_abs", tokens),
