@@ -22,12 +22,14 @@ TASKS = {
 }
 """What a rank of a run's own world does; `prepare` stands beside `run`."""
 WORKFLOWS = {
+    "multi_turn": "pekoe.pipeline.rollout.workflows.multi_turn_workflow:MultiTurnWorkflow",
     "rlvr": "pekoe.pipeline.rollout.workflows.rlvr_workflow:RlvrWorkflow",
 }
 REWARDS = {
     "gsm8k": "pekoe.pipeline.reward.gsm8k_reward:gsm8k_reward",
     "math": "pekoe.pipeline.reward.math_reward:math_reward",
     "reasoning_gym": "pekoe.pipeline.reward.reasoning_gym_reward:reasoning_gym_reward",
+    "zero": "pekoe.pipeline.reward.zero_reward:zero_reward",
 }
 INFERENCE_ENGINES = {
     "hf": "pekoe.pipeline.rollout.engines.hf_engine:HfEngine",
