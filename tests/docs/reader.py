@@ -61,6 +61,7 @@ class Reader:
     def smaller(self, line: str) -> str:
         self.num_runs += 1
         trial = "" if "trial_name=" in line else f"trial_name=docs-{self.num_runs}"
+        trial += f" teacher.path={self.model}" if "teacher.path=" in line else ""
         return (
             f"{trial} total_train_steps=1 train_dataset.batch_size=2 gconfig.n_samples=4 evaluator.freq_steps=null "
             f"actor.path={self.model} train_dataset.path={self.data} valid_dataset.path={self.data} "
