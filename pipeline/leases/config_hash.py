@@ -14,6 +14,8 @@ DATASET_KEYS = ("type", "path", "split", "args", "size", "seed", "prompt_templat
 ROLLOUT_KEYS = ("path", "dtype", "deterministic")
 REWARD_KEYS = ("name", "args", "timeout_seconds", "error_value")
 ACTOR_KEYS = ("path",)
+TEACHER_KEYS = ("path", "dtype", "place")
+"""Of a teacher on the engines, which adds to what is sampled."""
 
 
 def config_hash(config: RunConfig) -> str:
@@ -32,5 +34,7 @@ def config_hash(config: RunConfig) -> str:
         "rollout": {key: getattr(config.rollout, key) for key in ROLLOUT_KEYS},
         "train_dataset": {key: getattr(config.train_dataset, key) for key in DATASET_KEYS},
     }
+    if config.teacher is not None and config.teacher.place == "engine":
+        chosen["teacher"] = {key: getattr(config.teacher, key) for key in TEACHER_KEYS}
     text = json.dumps(chosen, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=NUM_DIGITS // 2).hexdigest()

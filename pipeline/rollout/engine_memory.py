@@ -66,8 +66,11 @@ def cache_bytes_per_token(config: dict[str, Any], item_bytes: int) -> int:
     return int(2 * config.get("num_hidden_layers", 0) * config.get("num_key_value_heads", heads) * size * item_bytes)
 
 
-def check_engine_memory(engine: str, settings: EngineSettings, num_ranks: int = 1) -> None:
-    """ValueError, with the processes that hold the memory, when the engine does not fit into what is free."""
+def check_engine_memory(
+    engine: str, settings: EngineSettings, num_ranks: int = 1, key: str = "rollout.backend"
+) -> None:
+    """ValueError, with the processes that hold the memory, when the engine does not fit into what is free; `key` asks
+    for it."""
     if not (Path(settings.path) / "config.json").is_file():
         return
     device = choose(settings.device)
@@ -81,7 +84,7 @@ def check_engine_memory(engine: str, settings: EngineSettings, num_ranks: int = 
     except (OSError, ValueError) as error:
         held = f"the holders are not known: {error}"
     raise ValueError(
-        f"rollout.backend: the {engine} engine needs {needs.total} bytes of {place} (weights {gib(needs.weights)}, KV "
+        f"{key}: the {engine} engine needs {needs.total} bytes of {place} (weights {gib(needs.weights)}, KV "
         f"cache {gib(needs.cache)}), and {free} of {total} bytes are free: {held or 'no holder is seen from here'}; "
         "allowed: what fits (rollout.max_slots, gconfig.max_tokens, vllm.kv_cache_gib or vllm.gpu_memory_utilization "
         "make the cache smaller)"

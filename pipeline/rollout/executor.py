@@ -73,13 +73,16 @@ class Executor:
         training: EpisodeSource,
         evaluation: EpisodeSource | None,
         outlet: Outlet,
+        complete: Callable[[Group], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        """`complete` adds what a finished group of training still lacks before it goes out."""
         self._settings = settings
         self._policy = EpisodePolicy(settings.episode_seconds, settings.episode_retries, settings.fatal)
         self._engine = engine
         self._training = training
         self._evaluation = evaluation
         self._outlet = outlet
+        self._complete = complete
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._backlog: list[Callable[[], object]] | None = []
@@ -206,11 +209,16 @@ class Executor:
                 Rejected(message.group, message.try_number, rejection.reason, rejection.detail[:DETAIL_CHARACTERS])
             )
         else:
-            self._num_done += 1
-            if message.drop_equal and has_equal_rewards(group):
-                self._outlet.on_rejected(Rejected(message.group, message.try_number, "equal_rewards"))
-            else:
-                self._outlet.on_group(group)
+            await self._hand_out(group, message.drop_equal)
+
+    async def _hand_out(self, group: Group, drop_equal: bool) -> None:
+        self._num_done += 1
+        if drop_equal and has_equal_rewards(group):
+            self._outlet.on_rejected(Rejected(group.number, group.try_number, "equal_rewards"))
+            return
+        if self._complete is not None:
+            await self._complete(group)
+        self._outlet.on_group(group)
 
     async def _group(self, message: Assign) -> Group:
         async with self._gates[0].places(message.n_samples):

@@ -7,14 +7,17 @@ again, since an engine that failed is built anew.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from pekoe.pipeline.config.companions import TeacherConfig
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.registry import INFERENCE_ENGINES, resolve
 from pekoe.pipeline.rollout.child.nursery import EngineNursery
 from pekoe.pipeline.rollout.child.silence_watch import ChildLimits
 from pekoe.pipeline.rollout.engine import EngineSettings, InferenceEngine, Instance
-from pekoe.pipeline.rollout.engine_memory import check_engine_memory
+from pekoe.pipeline.rollout.engine_memory import ITEM_BYTES, cache_bytes_per_token, check_engine_memory
+from pekoe.pipeline.rollout.teacher import Teacher
 
 if TYPE_CHECKING:
     from pekoe.pipeline.runs.context import RunContext
@@ -24,6 +27,12 @@ FORMS_GROUPS = ("vllm",)
 EARLIER = 0.8
 """A child that does not answer is given up before the head gives up its rank."""
 SILENCE_SECONDS = 60.0
+PASS_TOKENS = 2048
+"""Of a vllm teacher: the logits of one pass are in memory at once."""
+BLOCK_TOKENS = 128
+"""Largest block of a KV cache: a sequence takes whole ones."""
+SMALL_SHARE = 0.05
+"""Of the device's memory: vllm asks for no more before it has looked at the size of the cache that is given."""
 
 
 def engine_process(choice: str, engine: str, colocated: bool) -> Literal["own", "child"]:
@@ -39,11 +48,25 @@ def engine_process(choice: str, engine: str, colocated: bool) -> Literal["own", 
     return "own"
 
 
+def teacher_process(choice: str, engine: str) -> Literal["own", "child"]:
+    """Where a teacher's engine runs: beside another one that forms groups there is no place in the rank's process."""
+    return "child" if choice == "child" or engine in FORMS_GROUPS else "own"
+
+
 def start_nursery(config: RunConfig, roles: tuple[str, ...], engine: str) -> EngineNursery | None:
     """Before MPI is initialised; None where no engine of this rank runs in a child."""
-    if "rollout" not in roles or engine_process(config.rollout.engine_process, engine, "trainer" in roles) == "own":
+    if "rollout" not in roles:
         return None
-    return EngineNursery().start()
+    choice = config.rollout.engine_process
+    processes = {engine_process(choice, engine, "trainer" in roles)}
+    if has_teacher_engine(config):
+        processes.add(teacher_process(choice, engine))
+    return EngineNursery().start() if "child" in processes else None
+
+
+def has_teacher_engine(config: RunConfig) -> bool:
+    """Whether each rollout rank has a teacher beside its engine."""
+    return config.teacher is not None and config.teacher.place == "engine"
 
 
 def build_engine(
@@ -63,7 +86,7 @@ def build_engine(
 
 def build_child(
     context: RunContext, name: str, settings: EngineSettings, instance: Instance,
-    on_failure: Callable[[BaseException], None],
+    on_failure: Callable[[BaseException], None], limits: ChildLimits | None = None,
 ) -> InferenceEngine:  # fmt: skip
     """The engine in a process of its own."""
     from pekoe.pipeline.rollout.child.child_engine import ChildEngine
@@ -76,9 +99,57 @@ def build_child(
     assert context.nursery is not None, "`prepare` starts the nursery"
     config = context.config
     return ChildEngine(
-        context.nursery, name, settings, limits=child_limits(config), on_failure=on_failure,
+        context.nursery, name, settings, limits=limits or child_limits(config), on_failure=on_failure,
         bucket_bytes=config.weights.bucket_mib << 20,
     )  # fmt: skip
+
+
+def build_teacher(context: RunContext) -> Teacher | None:
+    """The teacher of this rank, on an engine of the same kind; None where the run has none here. ValueError when it has
+    no room."""
+    config = context.config
+    if config.teacher is None or not has_teacher_engine(config):
+        return None
+    assert context.ranks.rollout is not None
+    name, settings = context.ranks.rollout.engine, teacher_settings(context, config.teacher)
+
+    def make() -> InferenceEngine:
+        with context.building:
+            check_engine_memory(name, settings, key="teacher.place")
+            if teacher_process(config.rollout.engine_process, name) == "child":
+                limits = replace(child_limits(config), answer=EARLIER * config.cluster.progress_seconds)
+                return build_child(context, name, settings, Instance(), _say_nothing, limits)
+            engine: InferenceEngine = resolve(INFERENCE_ENGINES, name, "allocation").build(
+                settings, Instance(), _say_nothing
+            )
+            return engine
+
+    return Teacher(make, config.gconfig.temperature, config.rollout.max_engine_restarts)
+
+
+def teacher_settings(context: RunContext, teacher: TeacherConfig) -> EngineSettings:
+    """It decodes nothing: its cache holds the sequences of one group, and no pass has more than PASS_TOKENS, since the
+    log-probs of all of them come from logits."""
+    from pekoe.pipeline.runs.context import model_facts, sequence_limit
+
+    config = context.config
+    path, limit = teacher.path or config.actor.path, sequence_limit(config)
+    settings = replace(
+        engine_settings(context), path=path, dtype=teacher.dtype, context_limit=limit, sleeps=False,
+        max_slots=min(config.gconfig.n_samples, config.rollout.max_slots),
+    )  # fmt: skip
+    token = cache_bytes_per_token(model_facts(path), ITEM_BYTES.get(teacher.dtype, 4))
+    blocks = settings.max_slots * (limit + BLOCK_TOKENS) + BLOCK_TOKENS
+    options = replace(
+        config.vllm, kv_cache_gib=blocks * token / (1 << 30), gpu_memory_utilization=SMALL_SHARE, enforce_eager=True,
+        enable_prefix_caching=False, max_loras=0,
+        max_num_batched_tokens=min(config.vllm.max_num_batched_tokens or PASS_TOKENS, PASS_TOKENS),
+    )  # fmt: skip
+    return replace(settings, options=options)
+
+
+def _say_nothing(error: BaseException) -> None:
+    """Whoever asks the engine next hears of it."""
 
 
 def child_limits(config: RunConfig) -> ChildLimits:

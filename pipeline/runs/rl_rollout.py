@@ -16,9 +16,10 @@ from pekoe.pipeline.rollout.engine import InferenceEngine, Instance, SamplingPar
 from pekoe.pipeline.rollout.executor import EpisodeSource, Executor, ExecutorSettings
 from pekoe.pipeline.rollout.rank_loop import INBOX_KINDS, RolloutLoop, RolloutParts
 from pekoe.pipeline.rollout.restarting_engine import RestartingEngine
+from pekoe.pipeline.rollout.teacher import Teacher
 from pekoe.pipeline.rollout.workflow import Workflow, WorkflowContext
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences, evaluation_limit, sequence_limit
-from pekoe.pipeline.runs.engine_setup import build_engine
+from pekoe.pipeline.runs.engine_setup import build_engine, build_teacher
 from pekoe.pipeline.runs.rl_trainer import transport_name
 from pekoe.pipeline.runs.transports import shared_setup, transport_setup
 from pekoe.pipeline.trajectory.hand_over import HandOver
@@ -62,10 +63,14 @@ def roll(context: RunContext, pool: RewardPool, instance: Instance) -> str:
             update_mode=config.weights.update_mode,
         )
     )
-    executor = build_executor(context, tokenizer, engine, pool, loop)
+    teacher = build_teacher(context)
+    executor = build_executor(context, tokenizer, engine, pool, loop, teacher)
     context.add_gauges("engine", engine.gauges)
     context.add_gauges("executor", executor.gauges)
     context.add_gauges("reward", pool.gauges)
+    if teacher is not None:
+        context.add_gauges("teacher", teacher.gauges)
+        context.watch("teacher", teacher.progress)
     context.watch("rollout", loop.progress)
     context.watch("executor", executor.progress)
     context.watch("engine", lambda: engine_progress(engine.gauges()))
@@ -82,6 +87,8 @@ def roll(context: RunContext, pool: RewardPool, instance: Instance) -> str:
     if hand_over is not None:
         hand_over.close()
     receiver.close()
+    if teacher is not None:
+        teacher.close()
     engine.close()
     return outcome
 
@@ -117,6 +124,7 @@ def build_executor(
     engine: InferenceEngine,
     pool: RewardPool,
     loop: RolloutLoop,
+    teacher: Teacher | None,
 ) -> Executor:
     """Training and evaluation episodes differ in their examples and in how they are sampled."""
     config = context.config
@@ -146,6 +154,7 @@ def build_executor(
         EpisodeSource(workflow(config.gconfig, sequence_limit(config)), training.__getitem__),
         evaluation,
         loop,
+        None if teacher is None else teacher.add_logprobs,
     )
 
 

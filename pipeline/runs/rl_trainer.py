@@ -19,6 +19,7 @@ from pekoe.pipeline.records import RowKey, Trajectory
 from pekoe.pipeline.registry import TRAIN_ENGINES, WEIGHT_TRANSPORTS, resolve
 from pekoe.pipeline.runs.companion_setup import TrainerRank, build_companions
 from pekoe.pipeline.runs.context import HEAD, RunContext, check_sequences
+from pekoe.pipeline.runs.engine_setup import has_teacher_engine
 from pekoe.pipeline.runs.rank_store import meet
 from pekoe.pipeline.runs.step_setup import build_step
 from pekoe.pipeline.runs.transports import shared_setup, transport_setup
@@ -55,7 +56,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     transport = resolve(WEIGHT_TRANSPORTS, transport_name(context), "actor.weight_update_mode")
     sender: WeightSender = transport.sender(transport_setup(context, "trainer"))
     shared: WeightSender = DiskTransport.sender(shared_setup(context, "trainer"))
-    store = Store(context.run, temperature=config.gconfig.temperature)
+    store = Store(context.run, temperature=config.gconfig.temperature, teacher=has_teacher_engine(config))
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
