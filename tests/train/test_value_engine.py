@@ -155,6 +155,14 @@ def test_values_are_the_outputs_one_token_earlier(results, folder, monkeypatch, 
     assert not fresh[1].any()
 
 
+@pytest.mark.parametrize("option", ["offload", "checkpointing"])
+def test_options_change_nothing(results, option):
+    for size in (1, 2):
+        found = results[size]["gradients"]
+        for name, gradient in found["value-qwen3", "uneven"][1].items():
+            torch.testing.assert_close(found[option][1][name], gradient, atol=1e-12, rtol=1e-10)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_checkpoint_continues_on_the_other_number_of_ranks(results, size):
     saved, found = results[3 - size]["save"], results[size]["load"]

@@ -15,7 +15,7 @@ import fsdp_world as world  # noqa: E402
 import torch  # noqa: E402
 
 from pekoe.pipeline.algorithm.token_values import token_values  # noqa: E402
-from pekoe.pipeline.config.actor import ModelConfig  # noqa: E402
+from pekoe.pipeline.config.actor import FsdpConfig, ModelConfig  # noqa: E402
 from pekoe.pipeline.config.companions import CriticConfig, RefConfig, RewardModelConfig, TeacherConfig  # noqa: E402
 from pekoe.pipeline.config.run import RunConfig  # noqa: E402
 from pekoe.pipeline.devices.cpu_device import CpuDevice  # noqa: E402
@@ -73,6 +73,11 @@ def scenario_gradients(folder, rank, size):
         for cut in world.CUTS:
             found[kind, cut] = train(engine, cut)
         found[kind, "values"] = engine.forward_values([world.make_batch([0, 1, 2]), world.make_batch([])])
+    for name, option in {
+        "offload": {"fsdp": FsdpConfig(offload_params=True)},
+        "checkpointing": {"gradient_checkpointing": True},
+    }.items():
+        found[name] = train(build(model(folder, lr=0.0, **option)), "uneven")
     return found
 
 

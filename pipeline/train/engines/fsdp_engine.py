@@ -77,7 +77,7 @@ class FsdpEngine:
         self._head = _head(head, token_logprobs, token_values)
         self._weight_dtype: torch.dtype = getattr(torch, weight_dtype)
         self._total_steps = max(1, total_steps)
-        self._save_group = save_group(self.mesh)
+        self._save_group = save_group(self.mesh) if trainable else None
         self._host_copy = HostCopy()
         self._staged: StagedShards | None = None
         torch.manual_seed(seed + self.data_parallel_rank)
@@ -167,7 +167,9 @@ class FsdpEngine:
         """See `TrainEngine`."""
         if self._staged is not None and not self._staged.is_over:
             raise AssertionError("the staged state of the last save has not been written yet")
-        self._staged = StagedShards(self._host_copy.take(self._state()), self._save_group)
+        state = self._state()
+        assert self._save_group is not None
+        self._staged = StagedShards(self._host_copy.take(state), self._save_group)
         return self._staged
 
     def load(self, folder: Path) -> None:
@@ -176,6 +178,7 @@ class FsdpEngine:
 
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = self._state()
+        assert self._save_group is not None
         read_sharded(state, folder, self._save_group)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
@@ -203,7 +206,8 @@ class FsdpEngine:
     def close(self) -> None:
         """Lets go of model, optimiser and staged copy."""
         del self.model, self._optimizer, self._host_copy, self._staged
-        dist.destroy_process_group(self._save_group)
+        if self._save_group is not None:
+            dist.destroy_process_group(self._save_group)
 
     def _ask(self, micro_batches: Sequence[PackedBatch], answer: Callable[[PackedBatch], Answer]) -> list[Answer]:
         """The answer to each micro-batch, without gradient."""
