@@ -196,7 +196,7 @@ def test_bfloat16_trains_with_a_ratio_of_exactly_one(results, size):
     found = results["bfloat16", size]
     assert found["stats"]["ratio"] == found["stats"]["tokens"] == ACTIVE_TOKENS
     assert found["stats"]["ratio_max"] == 1
-    assert found["stats"]["clipped"] == 0
+    assert found["stats"]["clipped_lower"] == found["stats"]["clipped_higher"] == 0
     assert math.isfinite(found["stats"]["loss"])
     for name, before in found["before"].items():
         after = found["after"][name]
