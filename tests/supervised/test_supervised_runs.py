@@ -103,7 +103,7 @@ def test_rw_learns_and_exports_a_classifier_that_scores_alike(tmp_path: Path, ti
 @pytest.mark.parametrize("task", ["sft", "dpo", "rw"])
 def test_two_ranks_train_as_one_does(task: str, tmp_path: Path, tiny_model: Path) -> None:
     """In float64: what is left is the order of sums."""
-    more = {"actor__dtype": "float64", "rollout__dtype": "float64", "total_train_steps": 8, "num_bad": 9}
+    more = {"actor__dtype": "float64", "total_train_steps": 8, "num_bad": 9}
     one = start_and_end(tmp_path, tiny_model, task, "one", **more)
     two = start_and_end(tmp_path, tiny_model, task, "two", allocation="fsdp:d2", **more)
     names = {name for line in one.metrics for name in line if name.startswith(("train/", "eval/", "rows/"))}
