@@ -284,7 +284,8 @@ def scenario_learner(folder, rank, size):
     slow.events.clear()
     found["at once"] = run_learner(engine, folder / "at once", [Save(1), RollCall(1), over], asynchronous=False)
     files.disk = Refusing("write", full(), 4)
-    found["full"] = run_learner(engine, folder / "full", [Save(1), RollCall(1), Save(2), over])
+    critic = {"critic": world.build(world.actor(folder))}
+    found["full"] = run_learner(engine, folder / "full", [Save(1), RollCall(1), Save(2), over], more=critic)
     found["broken"] = broken(engine, folder / "broken")
     return found
 

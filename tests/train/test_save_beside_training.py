@@ -176,11 +176,14 @@ def test_without_a_thread_the_learner_writes_itself(results):
 
 
 def test_a_full_disk_is_told_and_the_next_save_is_tried(results, folder):
+    """With a second model, whose staged copy was given up with the first one's."""
     first, second = [message for message in results["learner", 1]["full"] if isinstance(message, Saved)]
     assert (first.version, first.disk_is_full, first.files) == (1, True, ())
     assert "planted" in first.error
     assert (second.version, second.error, second.disk_is_full) == (2, "", False)
     assert (folder / "full" / "v2" / "rng-0").read_bytes() == b"numbers"
+    assert {Path(file.name).parent.name for file in second.files} == {"engine", "critic", ""}
+    assert not (folder / "full" / "v1" / "critic").exists()
 
 
 def test_a_bug_in_the_saver_is_raised_in_its_thread_and_nothing_is_told(results):
