@@ -16,7 +16,7 @@ from pekoe.pipeline.config.load import from_yaml_text
 from pekoe.pipeline.rollout.child.child_engine import ChildEngine
 from pekoe.pipeline.rollout.engine import Instance
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
-from pekoe.pipeline.runs.engine_setup import build_engine, child_limits, engine_process, start_nursery
+from pekoe.pipeline.runs.engine_setup import build_engine, build_teacher, child_limits, engine_process, start_nursery
 
 BOTH, ROLLOUT, TRAINER = ("trainer", "rollout"), ("rollout",), ("trainer",)
 
@@ -38,6 +38,8 @@ def test_an_engine_cannot_share_the_trainers_group() -> None:
 @pytest.mark.parametrize(("overrides", "roles", "engine", "expected"), [
     ([], BOTH, "hf", False), ([], BOTH, "vllm", True), ([], ROLLOUT, "vllm", False), ([], TRAINER, "", False),
     (["rollout.engine_process=child"], ROLLOUT, "hf", True), (["rollout.engine_process=child"], TRAINER, "hf", False),
+    (["teacher.place=engine"], ROLLOUT, "hf", False), (["teacher.place=engine"], ROLLOUT, "vllm", True),
+    (["teacher.place=trainer"], ROLLOUT, "vllm", False), (["teacher.place=engine"], TRAINER, "vllm", False),
 ])  # fmt: skip
 def test_a_nursery_is_started_only_for_a_child(
     overrides: list[str], roles: tuple[str, ...], engine: str, expected: bool
@@ -46,6 +48,30 @@ def test_a_nursery_is_started_only_for_a_child(
     assert (nursery is not None) is expected
     if nursery is not None:
         nursery.close()
+
+
+@pytest.mark.parametrize("process", ["own", "child"])
+def test_a_teacher_is_built_where_the_configuration_says(tiny_model: Path, process: str) -> None:
+    made = context(tiny_model, "hf", f"rollout.engine_process={process}", "teacher.place=engine")
+    assert made.config.teacher.path == ""
+    teacher = build_teacher(made)
+    assert teacher is not None
+    assert isinstance(teacher._engine, ChildEngine if process == "child" else HfEngine)
+    assert teacher.gauges() == {"waiting": 0.0, "scored": 0.0}
+    teacher.close()
+    if made.nursery is not None:
+        made.nursery.close()
+    assert build_teacher(context(tiny_model, "hf", "teacher.place=trainer")) is None
+    assert build_teacher(context(tiny_model, "hf")) is None
+
+
+def test_a_teacher_that_does_not_fit_is_refused_by_its_own_key(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = context(tiny_model, "hf", "teacher.place=engine")
+    monkeypatch.setattr(type(made.device), "room", lambda *_: (1, 2))
+    with pytest.raises(ValueError, match=r"teacher\.place: the hf engine needs"):
+        build_teacher(made)
 
 
 def context(model: Path, engine: str, *overrides: str) -> Any:
