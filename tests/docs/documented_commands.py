@@ -34,3 +34,8 @@ def needs_cluster(page: Path, line: str) -> bool:
     """Whether a command is for a machine with Slurm."""
     names = any(f"runs/quickstart/{name}" in line for name in CLUSTER_RUNS)
     return page.name in CLUSTER_PAGES or names or any(word in line for word in CLUSTER_WORDS)
+
+
+def of_algorithms(page: Path, line: str) -> bool:
+    """Whether a command is a run of algorithms.md: many worlds, in a test of their own."""
+    return page.name == "algorithms.md" and "pekoe run" in line

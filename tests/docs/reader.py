@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -44,6 +46,14 @@ class Reader:
                 " exported", f" {self.home}/out"
             )
             text = text.replace("areal.yaml", str(self.home / "areal.yaml"))
+        elif "make_supervised_data" in line:
+            assert (ROOT / "runs" / "models" / "quickstart").is_dir()
+        elif "_quickstart.yaml" in line:
+            self.num_runs += 1
+            small = "total_train_steps=1 valid_dataset.size=4"
+            text = f"{line} trial_name=docs-{self.num_runs} {small} cluster.fileroot={self.home}"
+        elif match := re.search(r"configs/(sft|dpo|rw)\.yaml", line):
+            text = f"{line} {self.smaller_supervised(match[1])}"
         elif "pekoe run" in line:
             text = f"{line} {self.smaller(line)}"
         else:
@@ -62,8 +72,19 @@ class Reader:
         self.num_runs += 1
         trial = "" if "trial_name=" in line else f"trial_name=docs-{self.num_runs}"
         trial += f" teacher.path={self.model}" if "teacher.path=" in line else ""
+        trial += f" reward_model.path={self.home}/rw/judge/exports/step-1" if "reward_model.path=" in line else ""
         return (
             f"{trial} total_train_steps=1 train_dataset.batch_size=2 gconfig.n_samples=4 evaluator.freq_steps=null "
             f"actor.path={self.model} train_dataset.path={self.data} valid_dataset.path={self.data} "
             f"valid_dataset.size=4 cluster.fileroot={self.home} rollout.keep_trajectories=shards"
+        )
+
+    def smaller_supervised(self, task: str) -> str:
+        row = {"prompt": "1+2=", "completion": "3", "chosen": "3", "rejected": "4"}
+        data = self.home / "supervised.jsonl"
+        data.write_text(f"{json.dumps(row)}\n" * 4)
+        return (
+            f"total_train_steps=1 train_dataset.batch_size=2 train_dataset.max_length=64 actor.path={self.model} "
+            f"train_dataset.path={data} cluster.fileroot={self.home} cluster.device=cpu actor.dtype=float32 "
+            "cluster.threads_per_rank=1"
         )

@@ -3,7 +3,8 @@
 Runs are made small by overrides behind the documented ones; paths of examples point to what the test made. A command
 that fits no rule of `reader.py` fails the test: a new command needs a way to be run. Run elsewhere: what needs a Slurm
 cluster (tests/slurm/test_documented_commands.py) or vLLM (tests/vllm/test_vllm_documented_commands.py), the lines of
-SmolLM2 (tests/scripts/test_smollm2_recipe.py, slow) and of CI_RUNS; `scripts/test.sh` only collects here.
+SmolLM2 (tests/scripts/test_smollm2_recipe.py, slow) and of CI_RUNS; `scripts/test.sh` only collects here. The runs of
+algorithms.md are in the lane trainers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from documented_commands import PAGES, commands, needs_cluster, needs_vllm
+from documented_commands import PAGES, commands, needs_cluster, needs_vllm, of_algorithms
 from reader import Reader
 
 AREAL = """
@@ -34,16 +35,30 @@ train_dataset: {batch_size: 256, path: openai/gsm8k, type: rl}
 """
 
 
+HERE = [(page, line) for page, line in commands() if not needs_cluster(page, line) and not needs_vllm(line)]
+
+
+def type_all(reader: Reader, lines: list[str]) -> None:
+    began = time.monotonic()
+    for line in lines:
+        assert time.monotonic() - began < 800
+        reader.type(line)
+
+
 @pytest.mark.timeout(900)
 def test_every_documented_command_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     (tmp_path / "areal.yaml").write_text(AREAL)
-    reader = Reader(tmp_path, tiny_model, sums)
-    typed = [line for page, line in commands() if not needs_cluster(page, line) and not needs_vllm(line)]
+    typed = [line for page, line in HERE if not of_algorithms(page, line)]
     assert len(typed) > 15
-    began = time.monotonic()
-    for line in typed:
-        assert time.monotonic() - began < 800
-        reader.type(line)
+    type_all(Reader(tmp_path, tiny_model, sums), typed)
+
+
+@pytest.mark.trainers
+@pytest.mark.timeout(900)
+def test_every_documented_run_of_an_algorithm_or_a_task_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    typed = [line for page, line in HERE if of_algorithms(page, line)]
+    assert len(typed) > 5
+    type_all(Reader(tmp_path, tiny_model, sums), typed)
 
 
 def test_documented_files_exist() -> None:
