@@ -22,6 +22,7 @@ from test_death import heartbeats, start, wait_for_step
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.records import POSITION_BITS
 from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.trajectory.store import Store
 
 ETA, NUM_EXAMPLES = 2, 40
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
@@ -207,3 +208,30 @@ def test_wrong_settings_of_a_world_are_refused(
     run = prepare_run(config)
     with pytest.raises(ValueError, match=text):
         attached_config(run, arguments)
+
+
+def test_an_attached_world_drops_equal_groups_and_asks_the_teacher(
+    tmp_path: Path, tiny_model: Path, sums: Path
+) -> None:
+    """The head's word on dropping travels with the offers; the teacher is built where groups are sampled."""
+    run = tmp_path / "test" / "taught"
+    overrides = overrides_of(
+        tmp_path, tiny_model, sums, "taught", total_train_steps=4,
+        **{
+            "rollout.dynamic_sampling": "true", "gconfig.n_samples": 2, "gconfig.max_new_tokens": 1,
+            "teacher.path": tiny_model, "teacher.dtype": "float32", "teacher.place": "engine",
+            "teacher.rl_loss_weight": 1.0,
+        },
+    )  # fmt: skip
+    trainer = start(tmp_path, overrides)
+    wait_for_run(run)
+    attached = Attached(tmp_path, run, "attached")
+    assert ended(trainer, tmp_path) == 0
+    assert attached.wait() == 0, attached.output.read_text()
+    outcome = Outcome(0, "", run)
+    assert [len(groups) for groups in outcome.consumed()] == [4] * 4
+    assert {entry[4] for record in outcome.ledger for entry in record["filtered"]} == {"equal_rewards"}
+    names = Store(RunDirectory(run)).paths()
+    rows = [row for name in names for row in Store(RunDirectory(run), teacher=True).read([(name, 0), (name, 1)])]
+    assert rows
+    assert all(trajectory.extra["teacher_logprobs"][trajectory.loss_mask != 0].all() for _, trajectory in rows)
