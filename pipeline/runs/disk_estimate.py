@@ -141,10 +141,18 @@ def estimate(
 
 
 def checkpoint_bytes(config: RunConfig, model: ModelFacts, num_trainers: int = 1) -> int:
-    """One checkpoint: master weights and two moments in float32 (float64 for float64), and the state of each rank."""
-    master = ITEM_BYTES["float64" if config.actor.dtype == "float64" else "float32"]
-    tensors = 3 * master * model.num_parameters + CHECKPOINT_TENSOR_BYTES * model.num_tensors
-    return tensors + RNG_BYTES * num_trainers
+    """One checkpoint: of actor and critic master weights and two moments in float32 (float64 for float64), and the
+    state of each rank."""
+    size = _state_bytes(config.actor.dtype, model) + RNG_BYTES * num_trainers
+    if config.critic is None:
+        return size
+    critic = model_facts(Path(config.critic.path)) if config.critic.path else model
+    return size + _state_bytes(config.critic.dtype, critic)
+
+
+def _state_bytes(dtype: str, model: ModelFacts) -> int:
+    master = ITEM_BYTES["float64" if dtype == "float64" else "float32"]
+    return 3 * master * model.num_parameters + CHECKPOINT_TENSOR_BYTES * model.num_tensors
 
 
 def row_tokens(config: RunConfig) -> int:
@@ -171,7 +179,8 @@ def _checkpoints(config: RunConfig, model: ModelFacts, num_trainers: int, steps:
     written = 1 if every is None else None if steps is None else math.ceil(steps / every)
     count = count if written is None else min(count, written)
     why = f"{count} x {amount(size)}"
-    return Item("checkpoints", count * size, count * (4 + 2 * num_trainers), why)
+    files = 4 + 2 * num_trainers + (0 if config.critic is None else 1 + num_trainers)
+    return Item("checkpoints", count * size, count * files, why)
 
 
 def _exports(config: RunConfig, model: ModelFacts, steps: int | None) -> Item:

@@ -109,6 +109,20 @@ def test_each_part_by_hand(model: Path) -> None:
     assert [item.name for item in made.items] == ["checkpoints", "exports", "shards", "code, logs"]
 
 
+def test_a_critic_doubles_checkpoints(model: Path, tmp_path: Path) -> None:
+    facts = model_facts(model)
+    plain, critic = config_of(model), config_of(model, "critic: {dtype: float32}\n")
+    own = 12 * facts.num_parameters
+    assert checkpoint_bytes(critic, facts) - checkpoint_bytes(plain, facts) == pytest.approx(own, rel=0.05)
+    double = config_of(model, "critic: {dtype: float64}\n")
+    assert checkpoint_bytes(double, facts) - checkpoint_bytes(critic, facts) == own
+    assert estimate(critic, facts).item("exports") == estimate(plain, facts).item("exports")
+    assert estimate(critic, facts).item("checkpoints").files > estimate(plain, facts).item("checkpoints").files
+    critic.critic.path = str(tmp_path)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        checkpoint_bytes(critic, facts)
+
+
 def test_what_is_kept_grows_with_the_steps(model: Path) -> None:
     facts = model_facts(model)
     kept = config_of(model, "rollout: {keep_trajectories: archive}\nsaver: {freq_steps: 100}\n")
