@@ -191,7 +191,7 @@ class Executor:
     def _submit(self, message: Assign) -> None:
         key = (message.group, message.try_number)
         task = self._groups[key] = self._spawn(self._run_group(message))
-        task.add_done_callback(lambda _: self._groups.pop(key, None))
+        task.add_done_callback(lambda done: self._groups.pop(key) if self._groups.get(key) is done else None)
 
     def _cancel(self, group: int, try_number: int) -> None:
         task = self._groups.get((group, try_number))
