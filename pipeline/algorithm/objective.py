@@ -134,7 +134,7 @@ class PolicyObjective:
         config = self._config
         stats = policy_statistics(terms, weight, self._version)
         # With recomputed proximal log-probs exact in every minibatch, else in the first.
-        stats |= fresh_gap(terms.prox if _is_recomputed(config) else terms.logprobs, terms, self._version)
+        stats |= fresh_gap(terms.prox if is_recomputed(config) else terms.logprobs, terms, self._version)
         if entropy is not None:
             stats["entropy"] = entropy.sum()
         if config.use_decoupled_loss and config.prox_logp_method == "metrics":
@@ -200,12 +200,12 @@ def needs_prox_forward(config: ActorConfig) -> bool:
     """
     if config.m2_threshold is not None:
         return True
-    if not _is_recomputed(config):
+    if not is_recomputed(config):
         return False
     only_update = config.ppo_n_minibatches == 1 and config.ppo_epochs == 1 and config.disable_dropout
     return config.prox_logp_method == "metrics" or not only_update or config.kl_ctl > 0
 
 
-def _is_recomputed(config: ActorConfig) -> bool:
+def is_recomputed(config: ActorConfig) -> bool:
     """Whether ratios are taken against the weights at the start of the step."""
     return config.use_decoupled_loss and config.prox_logp_method in ("recompute", "metrics")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pekoe.pipeline.algorithm.m2 import add_m2_keep
-from pekoe.pipeline.algorithm.objective import PolicyObjective, needs_prox_forward
+from pekoe.pipeline.algorithm.objective import PolicyObjective, is_recomputed, needs_prox_forward
 from pekoe.pipeline.algorithm.reward_to_advantage import add_advantages
 from pekoe.pipeline.algorithm.value_loss import ValueObjective
 from pekoe.pipeline.config.run import RunConfig
@@ -54,6 +54,7 @@ def build_step(
         make_loss=policy_loss,
         make_value_loss=value_loss,
         needs_prox_forward=needs_prox_forward(actor),
+        gap_is_recomputed=is_recomputed(actor),
         over=over,
     )
     return TrainingStep(config, parts, num_steps)

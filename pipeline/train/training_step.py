@@ -41,6 +41,9 @@ class StepParts:
     make_value_loss: Callable[[int], ValueLossFunction]
     """(active tokens of the global minibatch) -> the critic's loss."""
     needs_prox_forward: bool
+    gap_is_recomputed: bool
+    """The gap of trainer and engine in an update's statistics is of the step's version in every minibatch, not only in
+    the first one."""
     over: Over
 
 
@@ -100,9 +103,7 @@ class TrainingStep:
             for index, batches in enumerate(minibatches):
                 loss = self.parts.make_loss(plan.num_active[index], plan.num_sequences[index], plan.version)
                 stats = engine.train_batch(batches, loss, self.config.gconfig.temperature)
-                # Proximal log-probs are of the version's weights in all minibatches, those of an update in the first.
-                is_fresh = epoch == 0 and (index == 0 or self.parts.needs_prox_forward)
-                sums.add(stats, is_fresh=is_fresh)
+                sums.add(stats, is_fresh=epoch == 0 and (index == 0 or self.parts.gap_is_recomputed))
 
     def _train_critic(self, engine: TrainEngine, plan: Plan, minibatches: Minibatches, sums: UpdateSums) -> None:
         config = self.config.critic

@@ -156,7 +156,11 @@ def grpo(folder):
 
 
 def m2po(folder):
-    return base(folder, ppo_n_minibatches=2, m2_threshold=0.04, eps_clip=None, reward_norm=NormConfig("batch", None))
+    """Proximal log-probs are computed, but ratios are not taken against them."""
+    return base(
+        folder, ppo_n_minibatches=2, m2_threshold=0.04, eps_clip=None, reward_norm=NormConfig("batch", None),
+        prox_logp_method="loglinear",
+    )  # fmt: skip
 
 
 def ppo(folder):

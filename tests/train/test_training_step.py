@@ -99,6 +99,9 @@ def test_counts_are_of_the_batch_and_not_of_its_passes(results):
     for age in range(4):
         assert figures[f"staleness/share_{age}"] == pytest.approx(np.mean(ages == age))
     assert figures["engine_gap/tokens"] == (ages == 0).sum(), "of the first pass only"
+    loglinear = results["steps", 2]["m2po", world.VERSION]["figures"][0]
+    fresh = sum(int((one.versions == world.VERSION).sum()) for one in made)
+    assert 0 < loglinear["engine_gap/tokens"] < fresh, "of the first minibatch only"
 
 
 def test_advantages_are_of_whole_groups(results):
