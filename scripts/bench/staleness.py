@@ -3,10 +3,10 @@
 Fu et al. 2025 (arXiv:2505.24298), with the objective of Hilton et al. 2022; here on the quickstart's task and model.
 
     naive      the ratio is clipped around the policy that sampled          actor.use_decoupled_loss=false
-    decoupled  it is clipped around the policy at the step's start; weight: that one over the one that sampled
+    decoupled  it is clipped around the policy at the step's start, times that one over the one that sampled
 
-Each run is one process with an exact lag (`staleness_trainer.py`): the weights of eta versions ago sample every token of
-a batch; with inf the start policy samples for ever. All runs of a seed begin with the same model, and make the same
+Runs have an exact lag and take one process (`staleness_trainer.py`): the weights of eta versions ago sample every token
+of a batch; with inf the start policy samples for ever. All runs of a seed begin with the same model, and make the same
 number of updates. Figures are means over seeds ± half the range: `final` is the mean of the last three held-out
 accuracies, `area` the mean height of the learning curve. A PNG of the curves goes to --plot.
 
