@@ -67,13 +67,14 @@ def test_keys_named_on_the_page_exist() -> None:
 
 
 def documented_metrics() -> set[str]:
-    table = PAGE.partition("## Metrics")[2]
+    pages = (PAGE, (ROOT / "docs" / "supervised.md").read_text())
+    table = "".join(page.partition("## Metrics")[2] for page in pages)
     names = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)}
     return names | {f"staleness/share_{age}" for age in range(8)}
 
 
 def undocumented(names: set[str]) -> set[str]:
-    """Metrics of a run that the page does not name; `…` stands for the end of a name."""
+    """Metrics of a run that neither page of them names; `…` stands for the end of a name."""
     known = documented_metrics()
     beginnings = tuple(name.removesuffix("…") for name in known if name.endswith("…"))
     return {name for name in names - known if not name.startswith(beginnings)} - {"step", "time", "attempt"}

@@ -9,6 +9,7 @@ algorithms.md are in the lane trainers.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from documented_commands import PAGES, commands, needs_cluster, needs_vllm, of_algorithms
 from reader import Reader
+from test_algorithms_page import undocumented
 
 AREAL = """
 experiment_name: gsm8k-grpo
@@ -59,6 +61,10 @@ def test_every_documented_run_of_an_algorithm_or_a_task_runs(tmp_path: Path, tin
     typed = [line for page, line in HERE if of_algorithms(page, line)]
     assert len(typed) > 5
     type_all(Reader(tmp_path, tiny_model, sums), typed)
+    written = list(tmp_path.rglob("metrics.jsonl"))
+    assert len(written) == len(typed)
+    reported = {name for path in written for line in path.read_text().splitlines() for name in json.loads(line)}
+    assert undocumented(reported) == set()
 
 
 def test_documented_files_exist() -> None:
