@@ -75,7 +75,7 @@ class Executor:
         outlet: Outlet,
         complete: Callable[[Group], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """`complete` adds what a finished group of training still lacks before it goes out."""
+        """`complete` adds what a finished group of training still lacks; RejectEpisode rejects the group."""
         self._settings = settings
         self._policy = EpisodePolicy(settings.episode_seconds, settings.episode_retries, settings.fatal)
         self._engine = engine
@@ -201,6 +201,9 @@ class Executor:
     async def _run_group(self, message: Assign) -> None:
         try:
             group = await self._group(message)
+            is_dropped = message.drop_equal and has_equal_rewards(group)
+            if self._complete is not None and not is_dropped:
+                await self._complete(group)
         except* RejectEpisode as errors:
             rejection = first_leaf(errors)
             assert isinstance(rejection, RejectEpisode)
@@ -209,16 +212,11 @@ class Executor:
                 Rejected(message.group, message.try_number, rejection.reason, rejection.detail[:DETAIL_CHARACTERS])
             )
         else:
-            await self._hand_out(group, message.drop_equal)
-
-    async def _hand_out(self, group: Group, drop_equal: bool) -> None:
-        self._num_done += 1
-        if drop_equal and has_equal_rewards(group):
-            self._outlet.on_rejected(Rejected(group.number, group.try_number, "equal_rewards"))
-            return
-        if self._complete is not None:
-            await self._complete(group)
-        self._outlet.on_group(group)
+            self._num_done += 1
+            if is_dropped:
+                self._outlet.on_rejected(Rejected(message.group, message.try_number, "equal_rewards"))
+            else:
+                self._outlet.on_group(group)
 
     async def _group(self, message: Assign) -> Group:
         async with self._gates[0].places(message.n_samples):

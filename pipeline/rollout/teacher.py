@@ -16,23 +16,31 @@ import numpy as np
 
 from pekoe.pipeline.records import TEACHER_LOGPROBS, Float32, Group, Int32
 from pekoe.pipeline.rollout.engine import EngineFailedError, InferenceEngine
+from pekoe.pipeline.rollout.workflow import RejectEpisode
 
 logger = logging.getLogger(__name__)
 
 
 class Teacher:
-    """Owns its engine. `make` builds one; one that fails is built anew, `max_restarts` times at most."""
+    """Owns its engine. `make` builds one; one that fails is built anew, `max_restarts` times at most. No sequence may
+    have more than `longest` tokens."""
 
-    def __init__(self, make: Callable[[], InferenceEngine], temperature: float, max_restarts: int = 0) -> None:
-        self._make, self._temperature, self._restarts_left = make, temperature, max_restarts
+    def __init__(
+        self, make: Callable[[], InferenceEngine], temperature: float, longest: int, max_restarts: int = 0
+    ) -> None:
+        self._make, self._temperature, self._longest, self._restarts_left = make, temperature, longest, max_restarts
         self._worker = ThreadPoolExecutor(1, "teacher")
         self._num_asked = self._num_scored = 0
         self._engine = self._build()
 
     async def add_logprobs(self, group: Group) -> None:
         """Puts `teacher_logprobs` into each trajectory, at the sampling temperature, 0 where nothing was sampled.
-        EngineFailedError when the engine fails and may not be built again."""
+        RejectEpisode(`too_long`) for a sequence that it cannot take; EngineFailedError when the engine fails and may
+        not be built again."""
         sequences = [trajectory.tokens for trajectory in group.trajectories]
+        longest = max(map(len, sequences))
+        if longest > self._longest:
+            raise RejectEpisode("too_long", f"a sequence has {longest} tokens; the teacher takes {self._longest}")
         self._num_asked += 1
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._worker, self._score, sequences)

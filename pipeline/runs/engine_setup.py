@@ -124,7 +124,7 @@ def build_teacher(context: RunContext) -> Teacher | None:
             )
             return engine
 
-    return Teacher(make, config.gconfig.temperature, config.rollout.max_engine_restarts)
+    return Teacher(make, config.gconfig.temperature, settings.context_limit, config.rollout.max_engine_restarts)
 
 
 def teacher_settings(context: RunContext, teacher: TeacherConfig) -> EngineSettings:

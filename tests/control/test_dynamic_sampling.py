@@ -104,8 +104,9 @@ def test_without_replacement_steps_are_smaller_and_as_many(eta: int | None) -> N
 
 
 @pytest.mark.parametrize("eta", [0, 2, None])
-def test_a_step_without_a_group_moves_the_version_and_nothing_else(eta: int | None) -> None:
-    world = World(config(eta, shrink=True), 30, 10, faults=Faults(equal=lambda assign: True))
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_step_without_a_group_moves_the_version_and_nothing_else(eta: int | None, colocated: bool) -> None:
+    world = World(config(eta, shrink=True), 30, 10, colocated=colocated, faults=Faults(equal=lambda assign: True))
     assert world.run() == "finished"
     assert world.consumed == [(version, []) for version in range(1, 11)]
     assert world.folder.committed[-1] == 10

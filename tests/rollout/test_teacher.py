@@ -75,7 +75,7 @@ def by_transformers(model: Path, tokens: Int32) -> Float32:
 
 
 def test_it_scores_whole_groups_at_the_sampling_temperature(tiny_model: Path) -> None:
-    teacher = Teacher(lambda: hf_engine(tiny_model), TEMPERATURE)
+    teacher = Teacher(lambda: hf_engine(tiny_model), TEMPERATURE, 64)
     groups = [Group(n, 0, "x", [trajectory(8 + n, sample) for sample in range(3)]) for n in range(4)]
 
     async def all_at_once() -> None:
@@ -101,7 +101,7 @@ def test_an_engine_that_fails_is_built_anew_as_often_as_allowed(tiny_model: Path
         made.append(Fragile(hf_engine(tiny_model), lambda: number < 2))
         return made[-1]  # type: ignore[return-value]
 
-    teacher = Teacher(make, TEMPERATURE, max_restarts=2)
+    teacher = Teacher(make, TEMPERATURE, 64, max_restarts=2)
     group = Group(1, 0, "x", [trajectory(8)])
     asyncio.run(teacher.add_logprobs(group))
     assert "teacher_logprobs" in group.trajectories[0].extra
@@ -122,7 +122,7 @@ async def alike(engine: EpisodeEngine, example: Example) -> Trajectory:
 
 
 def test_the_executor_asks_for_groups_that_go_out_and_for_no_others(tiny_model: Path) -> None:
-    teacher = Teacher(lambda: hf_engine(tiny_model), 1.0)
+    teacher = Teacher(lambda: hf_engine(tiny_model), 1.0, 64)
     one = Rig(alike)
     one.executor._complete = teacher.add_logprobs
     one.thread.start()
@@ -132,13 +132,17 @@ def test_the_executor_asks_for_groups_that_go_out_and_for_no_others(tiny_model: 
     one.executor.submit(Assign(2, 0, 9, 4, 1, drop_equal=True))
     assert isinstance(one.events.take(), Rejected)
     assert teacher.gauges()["scored"] == 4
+    teacher._longest = 3
+    one.executor.submit(Assign(3, 0, 9, 4, 1))
+    rejected = one.events.take()
+    assert (rejected.reason, "the teacher takes 3" in rejected.detail) == ("too_long", True)
     one.executor.stop()
     one.thread.join(20)
     teacher.close()
 
 
 def test_a_teacher_that_cannot_go_on_ends_the_executor(tiny_model: Path) -> None:
-    teacher = Teacher(lambda: Fragile(hf_engine(tiny_model), lambda: True), 1.0)  # type: ignore[arg-type, return-value]
+    teacher = Teacher(lambda: Fragile(hf_engine(tiny_model), lambda: True), 1.0, 64)  # type: ignore[arg-type, return-value]
     one = Rig(alike)
     one.executor._complete = teacher.add_logprobs
     one.thread.start()
