@@ -9,6 +9,7 @@ from pekoe.launch.run_errors import WRONG_CONFIGURATION, RunFailedError, RunStop
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.launch.world_end import noted_code
 from pekoe.pipeline import files
+from pekoe.pipeline.observe.metrics import read_metrics
 from pekoe.pipeline.run_directory import RunDirectory
 
 
@@ -24,7 +25,7 @@ class RunResult:
     outcome: str
     """`done`: the only one that is no error."""
     steps: int
-    """Training steps in the ledger."""
+    """Training steps that are done."""
 
 
 def conclude(run: RunDirectory, code: int) -> RunResult:
@@ -64,9 +65,11 @@ def last_attempt(run: RunDirectory) -> int:
 
 
 def num_steps(run: RunDirectory) -> int:
-    """The newest training step in the ledger; 0 before the first."""
+    """The newest training step, by the ledger, or by the figures of a supervised run, which has none; 0 before the
+    first."""
     names = (path.stem.removeprefix("step-") for path in run.ledger.glob("step-*.json"))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    steps = [int(name) for name in names if name.isdigit()] or [line.step for line in read_metrics(run)]
+    return max(steps, default=0)
 
 
 def _sentence(run: RunDirectory, attempt: int, code: int) -> str:

@@ -1,6 +1,6 @@
 """One rank of a small trainer world: losses and gradients of the supervised tasks on real engines in float64.
 
-usage: gradient_world.py FOLDER RANK SIZE      FOLDER holds the models `qwen3` and `scored`; rank 0 writes `found-SIZE.pt`
+usage: gradient_world.py FOLDER RANK SIZE      FOLDER holds the models `qwen3` and `scored`; rank 0 writes `found-SIZE`
 """
 
 from __future__ import annotations

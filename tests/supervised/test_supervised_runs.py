@@ -17,6 +17,15 @@ from run_command import run
 from supervised_runs import overrides, series, start_and_end
 from test_death import heartbeats, start, wait_for_step
 
+from pekoe.launch.run_result import num_steps
+from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.config.schema import keys_of
+from pekoe.pipeline.observe.report import report
+from pekoe.pipeline.observe.status import status
+from pekoe.pipeline.registry import TASKS
+from pekoe.pipeline.run_directory import RunDirectory
+from pekoe.pipeline.runs.doctor import diagnose
+
 PEKOE = [sys.executable, "-m", "pekoe.launch.cli"]
 
 
@@ -47,9 +56,11 @@ def test_sft_learns_and_reports_rows_without_labels(tmp_path: Path, tiny_model: 
     assert held_out[-1] < 0.7 * held_out[0]
     assert [line["step"] for line in outcome.metrics if "eval/loss" in line] == [0, 8, 16, 24, 32]
     assert sorted(path.name for path in (outcome.run / "exports").iterdir()) == ["step-16", "step-32"]
-    assert "train/loss" in pekoe("status", outcome.run)
-    assert "nothing is wrong" in pekoe("doctor", outcome.run)
-    assert "loss, first -> last" in pekoe("report", outcome.run)
+    directory = RunDirectory(outcome.run)
+    assert "train/loss" in status(outcome.run)
+    assert diagnose(directory).exit_code == 0, diagnose(directory).text()
+    assert "loss, first -> last" in report(directory)
+    assert num_steps(directory) == 32
 
 
 @pytest.mark.trainers
@@ -152,6 +163,14 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path, tiny_model: Path) -> No
     assert outcome.code == 0, outcome.text
     steps = [(line["step"], line["attempt"]) for line in outcome.metrics if "train/loss" in line]
     assert steps == [(step, int(step > version)) for step in range(1, 321)]
+
+
+def test_every_task_has_its_wiring() -> None:
+    """Distillation is the main job with a teacher."""
+    modules = {task: target.partition(":")[0].rpartition(".")[2] for task, target in TASKS.items()}
+    assert modules == {"rl": "rl", "distill": "rl", "sft": "supervised", "dpo": "supervised", "rw": "supervised"}
+    (key,) = (key for key in keys_of(RunConfig) if key.name == "task")
+    assert sorted(key.choices or ()) == sorted(TASKS)
 
 
 def test_what_a_task_has_no_use_for_is_refused(tmp_path: Path, tiny_model: Path) -> None:
