@@ -135,7 +135,7 @@ def plain_gae(rewards, values, discount, decay, end):
 def plain_turns(rewards, values, turns, discount, decay, end):
     """The same for turns: rewards summed, the value of the first token, the result on each token."""
     starts = [i for i in range(len(turns)) if i == 0 or turns[i] != turns[i - 1]]
-    bounds = list(zip(starts, [*starts[1:], len(turns)], strict=True))
+    bounds = list(zip(starts, [*starts[1:], len(turns)][: len(starts)], strict=True))
     sums = [sum(rewards[a:b]) for a, b in bounds]
     own = plain_gae(sums, [values[a] for a, _ in bounds], discount, decay, end)
     return [advantage for advantage, (a, b) in zip(own, bounds, strict=True) for _ in range(a, b)]
@@ -194,4 +194,5 @@ def test_long_sequences_have_no_loop_over_tokens():
 
 def test_nothing_at_all():
     assert run([], [], []) == ([], [])
+    assert run([0.0], [0], [1], [-1], gae_unit="turn") == ([0], [0])
     assert run([1.0, 2], [0, 0], values=[3.0, 4]) == ([0, 0], [3, 4])
