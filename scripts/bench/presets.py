@@ -91,13 +91,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pekoe-bench-") as temporary, one_rank():
         place = (options.folder or Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
+        runs = Path(tempfile.mkdtemp(prefix="runs-", dir=place))
         for seed in range(1, options.seeds + 1):
             model = make_model(place, seed)
             task = Task(model)
             for preset in options.presets:
                 for eta in options.etas:
                     if options.pipeline:
-                        curve = by_whole_run(preset, eta, model, place, seed, options)
+                        curve = by_whole_run(preset, eta, model, runs, seed, options)
                     else:
                         curve = by_lag(preset, eta, model, task, seed, options)
                     curves.setdefault((preset, eta), []).append(curve)

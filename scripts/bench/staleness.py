@@ -40,7 +40,6 @@ ETAS = ("0", "1", "4", "8", "inf")
 OBJECTIVES = {"naive": "actor.use_decoupled_loss=false", "decoupled": "actor.use_decoupled_loss=true"}
 LEARNING_RATE = 5e-5
 STEPS, EVAL_EVERY = 60, 5
-PIPELINE_STEPS = 60
 
 Runs = Mapping[tuple[str, str], Sequence[Curve]]
 """(objective, eta) -> a curve a seed."""
@@ -154,7 +153,7 @@ def whole_run(model: Path, place: Path, name: str, steps: int, settings: Sequenc
 
 
 def pipeline(options: argparse.Namespace, model: Path, place: Path) -> int:
-    found = {}
+    place, found = Path(tempfile.mkdtemp(prefix="runs-", dir=place)), {}
     for eta, objective in (("0", "decoupled"), ("4", "naive"), ("4", "decoupled")):
         settings = [f"rollout.max_head_offpolicyness={eta}", OBJECTIVES[objective], *options.overrides]
         name = f"eta{eta}-{objective}"

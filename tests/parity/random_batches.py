@@ -1,4 +1,4 @@
-"""One random batch in both layouts: padded rows of completions, as TRL and verl have them, and Pekoe's packed sequences.
+"""One random batch in two layouts: padded rows of completions, as in TRL and verl, and Pekoe's packed sequences.
 
 Legend: B rows, L columns of a padded completion, M tokens laid end to end (prompts included).
 """
