@@ -26,7 +26,8 @@ store = dist.TCPStore(
 dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 number = torch.tensor([float(plan.facts.rank + 1)])
 dist.all_reduce(number)
-print(f"sum {number.item():.0f} over {os.environ['GLOO_SOCKET_IFNAME']} at {host}", flush=True)
+# One write: ranks share the output, and `print` writes text and end apart where Python is unbuffered.
+os.write(1, f"sum {number.item():.0f} over {os.environ['GLOO_SOCKET_IFNAME']} at {host}\n".encode())
 MPI.COMM_WORLD.Barrier()
 dist.destroy_process_group()
 del store
