@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.control.checkpoint_saves import CheckpointSaves, Committed
+from pekoe.pipeline.control.checkpoint_saves import CheckpointSaves
 from pekoe.pipeline.control.disk_watch import DiskWatch
 from pekoe.pipeline.control.dispatcher import EQUAL_REWARDS
 from pekoe.pipeline.control.evaluation import Evaluation
@@ -34,13 +32,13 @@ from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.control.logprob_gap import Gap
 from pekoe.pipeline.control.parts import ControllerParts
 from pekoe.pipeline.control.pump import Pump
+from pekoe.pipeline.control.state_orders import StateOrders, is_due
 from pekoe.pipeline.control.training import Training
 from pekoe.pipeline.messages import (
     DiskRefused,
     EngineFailed,
     EngineRestored,
     Evaluated,
-    Export,
     Exported,
     Finished,
     Hello,
@@ -50,7 +48,6 @@ from pekoe.pipeline.messages import (
     Present,
     Published,
     Rejected,
-    RollCall,
     RowsRead,
     Saved,
     StepDone,
@@ -86,25 +83,26 @@ class Controller:
         self.num_steps, self.version = num_steps, version
         self.resumed = version > 0
         self.hello: dict[int, set[str]] = {}
-        self.exported: dict[str, Exported] = {}
-        self.present: set[int] = set()
-        self.roll_calls = 0
         self.evaluation: Evaluation | None = None
         self.admitting = False
         self.catching_up = False
         """Engines that came back may be brought this version now: no step is under way."""
         self.disk = DiskWatch(config.cluster.full_disk_seconds)
-        self.saves = CheckpointSaves(
+        saves = CheckpointSaves(
             parts.post, parts.trainer_ranks, parts.checkpoints, self.disk, config.recover.max_failures,
             complete_version=version if version else -1,
         )  # fmt: skip
-        self.exported_version = version if "export" in parts.done_before else -1
         self.evaluated_version = version if "evaluation" in parts.done_before else -1
         self.pump = Pump(
             parts.inbox, parts.set_phase, self.describe, parts.stacks_of, self._while_waiting, self.disk,
             config.cluster.progress_seconds, parts.stop.is_over, self._handlers(),
         )  # fmt: skip
         self.wait = self.pump.wait
+        self.state = StateOrders(
+            config, parts.post, parts.trainer_ranks, self.pump, saves, parts.stop, parts.dispatcher.state,
+            parts.peer_failed, parts.report.saved, exported_version=version if "export" in parts.done_before else -1,
+        )  # fmt: skip
+        self.state.listen()
         parts.weights.listen(self.pump, parts.dispatcher.set_available)
         self.pump.handlers[EngineFailed] = self._on_engine_failed
         self.is_recorded = True
@@ -158,7 +156,7 @@ class Controller:
             if self.parts.stop.requested() or want == 0:
                 return False
             if self.disk.is_full:
-                self._save_if_wanted(is_due=False)
+                self.state.save_if_wanted(self.version, is_due=False)
             dispatcher.drop_stale(self.version, time.monotonic() - began)
             chosen = dispatcher.table.choose(self.version, want)
             if chosen is None:
@@ -205,50 +203,11 @@ class Controller:
 
     def at_intervals(self) -> None:
         """Checkpoint, export and evaluation that are due at this version."""
-        self._save_if_wanted(_is_due(self.config.recover.freq_steps, self.version))
-        if _is_due(self.config.saver.freq_steps, self.version):
-            self.export()
-        if _is_due(self.config.evaluator.freq_steps, self.version) and self.version < self.num_steps:
+        self.state.save_if_wanted(self.version, is_due(self.config.recover.freq_steps, self.version))
+        if is_due(self.config.saver.freq_steps, self.version):
+            self.state.export(self.version)
+        if is_due(self.config.evaluator.freq_steps, self.version) and self.version < self.num_steps:
             self.evaluate(self.config.evaluator.block)
-
-    def _save_if_wanted(self, is_due: bool) -> None:
-        """At a step boundary. One save is in flight at most: a due one waits for the one before."""
-        if is_due:
-            self._await_save()
-        if self.saves.wants(self.version, is_due):
-            self._begin_save()
-            if not self.config.recover.asynchronous:
-                self._await_save()
-
-    def _begin_save(self) -> None:
-        measured = {"version": self.version, "save_seconds": self.parts.stop.save_seconds}
-        snapshot = {**measured, **self.parts.dispatcher.state()}
-        self.saves.begin(self.version, msgspec.msgpack.encode(snapshot))
-
-    def _await_save(self) -> None:
-        """Until no save is in flight; after a stop for as long as there is time."""
-        save = self.saves.in_flight
-        if save is not None:
-            self.wait(
-                lambda: (self.saves.in_flight is None or self.parts.stop.is_over()) or None,
-                f"the checkpoint of version {save.version}", on=self.saves.missing,
-            )  # fmt: skip
-
-    def export(self) -> None:
-        """A Hugging Face folder of this version; left to the resumed run when a stop comes before it is begun, or while
-        there is no room for it."""
-        path = f"exports/step-{self.version}"
-        began = time.monotonic()
-        while self.exported_version != self.version and not self.parts.stop.requested():
-            self.exported.pop(path, None)
-            self._tell_trainers(Export(self.version, path))
-            done = self.wait(lambda: self.exported.get(path), "the export", on=lambda: self.parts.trainer_ranks[:1])
-            if done.disk_is_full:
-                self.pump.wait_for_room("an export", done.error)
-                continue
-            self.disk.accept("an export")
-            self.exported_version = self.version
-        self.parts.stop.step_seconds = max(self.parts.stop.step_seconds, time.monotonic() - began)
 
     def evaluate(self, block: bool) -> None:
         """Starts an evaluation; `block` waits for it, with nothing else running, so that one version is measured.
@@ -285,18 +244,13 @@ class Controller:
     def finish(self) -> str:
         """Checkpoint, export, last evaluation (after a stop the checkpoint only); then everybody is told to stop."""
         self.admitting = False
-        if not self.is_recorded:
-            logger.error("step %d is not in the ledger for lack of room: it will be done again", self.version)
-        elif not self.parts.stop.requested() or self._can_save():
-            self._save_at_last()
+        if self.is_recorded:
+            self.state.save_at_last(self.version)
         else:
-            self._await_save()
-        if self.saves.complete_version != self.version:
-            safe = max(self.saves.complete_version, 0)
-            logger.error("stopping without a checkpoint of version %d: --resume goes on from %d", self.version, safe)
+            logger.error("step %d is not in the ledger for lack of room: it will be done again", self.version)
         if not self.parts.stop.requested():
             if self.config.saver.at_end:
-                self.export()
+                self.state.export(self.version)
             self._await_evaluation("the last evaluation")
             if self.config.evaluator.at_end:
                 self.evaluate(block=True)
@@ -307,49 +261,8 @@ class Controller:
                 outcome = STOPPED
         for rank in self.parts.rollout_ranks:
             self.parts.post.send(rank, StopRollout(outcome))
-        self._tell_trainers(StopTrainer(outcome))
+        self.state.tell(StopTrainer(outcome))
         return outcome
-
-    def _can_save(self) -> bool:
-        """After a stop: nothing collective begins unless every trainer rank answers in time and the save would be over
-        before the hard end."""
-        if self.saves.complete_version == self.version:
-            return True
-        if self.parts.peer_failed():
-            logger.error("another rank has failed: no checkpoint is begun")
-            return False
-        if not self.parts.stop.fits():
-            logger.error("a checkpoint takes %.0f s, which is more than is left", self.parts.stop.save_seconds)
-            return False
-        self.roll_calls += 1
-        self.present.clear()
-        self._tell_trainers(RollCall(self.roll_calls))
-        deadline = time.monotonic() + self.config.cluster.acknowledge_seconds
-
-        def answered() -> bool | None:
-            if len(self.present) == len(self.parts.trainer_ranks):
-                return True
-            return False if time.monotonic() > deadline else None
-
-        if not self.wait(answered, "trainer ranks to answer", on=lambda: self._without(self.present)):
-            logger.error(
-                "ranks %s did not answer within %.0f s (cluster.acknowledge_seconds): no checkpoint is begun",
-                self._without(self.present), self.config.cluster.acknowledge_seconds,
-            )  # fmt: skip
-            return False
-        return True
-
-    def _save_at_last(self) -> None:
-        """The last checkpoint of the attempt; tried until it is complete or a limit is reached, after a stop for as
-        long as there is time."""
-        stop = self.parts.stop
-        self._await_save()
-        while self.saves.complete_version != self.version and not stop.is_over():
-            self._begin_save()
-            self._await_save()
-            self.wait(
-                lambda: (time.monotonic() >= self.saves.not_before or stop.is_over()) or None, "room for the checkpoint"
-            )
 
     def _while_waiting(self) -> None:
         self.parts.stop.listen()
@@ -380,11 +293,7 @@ class Controller:
             Rejected: lambda source, message: dispatcher.on_rejected(message),
             DiskRefused: lambda source, message: self.disk.refuse(f"a shard of rank {source}", message.reason),
             Evaluated: self._on_evaluated,
-            Saved: self.saves.on_saved,
-            Committed: self._on_committed,
-            Exported: lambda source, message: self.exported.__setitem__(message.path, message),
             Hello: lambda source, message: self.hello.setdefault(source, set()).add(message.role),
-            Present: self._on_present,
             WeightsShared: self._on_weights_shared,
         }
 
@@ -424,16 +333,6 @@ class Controller:
             if self.evaluation.is_complete and self.admitting:
                 self._end_evaluation()
 
-    def _on_committed(self, source: int, message: Committed) -> None:
-        self.saves.on_committed(message)
-        if self.saves.complete_version == message.version and self.saves.seconds is not None:
-            self.parts.stop.save_seconds = self.saves.seconds
-            self.parts.report.saved(self.saves.seconds, self.saves.stage_seconds)
-
-    def _on_present(self, source: int, message: Present) -> None:
-        if message.number == self.roll_calls:
-            self.present.add(source)
-
     def _who_samples(self) -> list[int]:
         """Ranks of this world that groups are on."""
         return [rank for rank in self.parts.dispatcher.table.busy_ranks() if rank >= 0]
@@ -461,19 +360,7 @@ class Controller:
         trainers = [rank for rank in self.parts.trainer_ranks if "trainer" not in self.hello.get(rank, ())]
         return trainers + [rank for rank in self.parts.rollout_ranks if "rollout" not in self.hello.get(rank, ())]
 
-    def _without(self, answered: Container[int]) -> list[int]:
-        """Trainer ranks that are not among those."""
-        return [rank for rank in self.parts.trainer_ranks if rank not in answered]
-
     def _end_evaluation(self) -> None:
         evaluation, self.evaluation = self.evaluation, None
         if evaluation is not None and evaluation.is_complete:
             self.parts.report.evaluated(evaluation)
-
-    def _tell_trainers(self, message: Message) -> None:
-        for rank in self.parts.trainer_ranks:
-            self.parts.post.send(rank, message)
-
-
-def _is_due(interval: int | None, version: int) -> bool:
-    return interval is not None and version % interval == 0

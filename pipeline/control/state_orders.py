@@ -89,7 +89,7 @@ class StateOrders:
     def export(self, version: int) -> None:
         """A Hugging Face folder of this version; left to the resumed run when a stop comes before it is begun, or while
         there is no room for it."""
-        path = str(EXPORTS / f"step-{version}")
+        path, began = str(EXPORTS / f"step-{version}"), time.monotonic()
         while self.exported_version != version and not self.stop.requested():
             self.exported.pop(path, None)
             self.tell(Export(version, path))
@@ -99,6 +99,7 @@ class StateOrders:
                 continue
             self.pump.disk.accept("an export")
             self.exported_version = version
+        self.stop.step_seconds = max(self.stop.step_seconds, time.monotonic() - began)
 
     def tell(self, message: Message) -> None:
         """To all trainer ranks, in one order."""
@@ -162,3 +163,8 @@ class StateOrders:
     def _on_present(self, source: int, message: Present) -> None:
         if message.number == self.roll_calls:
             self.present.add(source)
+
+
+def is_due(interval: int | None, version: int) -> bool:
+    """Whether what is done every `interval` steps (None: never) is done at this version."""
+    return interval is not None and version % interval == 0

@@ -84,8 +84,8 @@ class StepReport:
         self.figures["tokens_per_second/rollout"] = (tokens_now - tokens) / max(now - then, 1e-9)
         self.figures["queue/ready"] = float(len(dispatcher.table.ready))
         self.figures["queue/running"] = float(dispatcher.admission.running)
-        if controller.saves.failures:
-            self.figures["checkpoint/failures"] = float(controller.saves.failures)
+        if controller.state.saves.failures:
+            self.figures["checkpoint/failures"] = float(controller.state.saves.failures)
         if controller.disk.count:
             self.figures["disk/refusals"] = float(controller.disk.count)
         roster = controller.parts.weights.roster

@@ -21,7 +21,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.checkpoint_saves import CheckpointFiles, CheckpointSaves
 from pekoe.pipeline.control.disk_watch import DiskWatch
 from pekoe.pipeline.control.pump import Pump
-from pekoe.pipeline.control.state_orders import StateOrders
+from pekoe.pipeline.control.state_orders import StateOrders, is_due
 from pekoe.pipeline.control.stop_watch import StopWatch
 from pekoe.pipeline.control.supervised_report import SupervisedReport
 from pekoe.pipeline.messages import (
@@ -136,10 +136,10 @@ class SupervisedController:
 
     def at_intervals(self) -> None:
         """Checkpoint, export and evaluation that are due at this version."""
-        self.state.save_if_wanted(self.version, _is_due(self.config.recover.freq_steps, self.version))
-        if _is_due(self.config.saver.freq_steps, self.version):
+        self.state.save_if_wanted(self.version, is_due(self.config.recover.freq_steps, self.version))
+        if is_due(self.config.saver.freq_steps, self.version):
             self.state.export(self.version)
-        if _is_due(self.config.evaluator.freq_steps, self.version) and self.version < self.num_steps:
+        if is_due(self.config.evaluator.freq_steps, self.version) and self.version < self.num_steps:
             self.evaluate()
 
     def evaluate(self) -> None:
@@ -189,7 +189,3 @@ class SupervisedController:
     def _while_waiting(self) -> None:
         self.parts.stop.listen()
         self.parts.report.progress(self.version, self.num_steps, self.pump.reason)
-
-
-def _is_due(interval: int | None, version: int) -> bool:
-    return interval is not None and version % interval == 0
