@@ -106,6 +106,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     num_active: int
     """Tokens with loss_mask 1."""
     reward: float
+    """The outcome's and those of the turns together."""
     min_version: int
     max_version: int
     truncated: bool

@@ -365,6 +365,8 @@ class Shard:
                 _sound_rows(tokens, offsets, numbers, infos[first:end])
                 facts.add_mask(tokens["loss_mask"] != 0, offsets[:-1])
                 facts.add_versions(tokens["version"], offsets[:-1])
+                if "turn_reward" in tokens:
+                    facts.add_turn_rewards(tokens["turn_reward"], offsets[:-1])
         return schema.gather_rows(facts.rows(self._numbers, np.diff(self._offsets)), self._numbers)
 
     def verify(self) -> tuple[PublishedGroup, ...]:

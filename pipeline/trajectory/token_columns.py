@@ -95,6 +95,7 @@ class RowFacts:
         self._num_active: list[int] = []
         self._min_versions: list[int] = []
         self._max_versions: list[int] = []
+        self._turn_rewards: list[float] = []
 
     def add_mask(self, active: Bools, starts: Int64) -> None:
         self._num_active += np.add.reduceat(active.view(np.uint8), starts, dtype=np.int32).tolist()
@@ -104,14 +105,20 @@ class RowFacts:
         self._min_versions += np.minimum.reduceat(versions.view(np.uint32), starts).tolist()
         self._max_versions += np.maximum.reduceat(versions, starts).tolist()
 
+    def add_turn_rewards(self, rewards: Column, starts: Int64) -> None:
+        self._turn_rewards += np.add.reduceat(rewards.astype(np.float64), starts).tolist()
+
     def rows(self, numbers: Columns, lengths: Int64) -> list[Row]:
-        """Of rows 0, 1, …; rewards as they are stored."""
+        """Of rows 0, 1, …; rewards as they are stored, those of turns added to the outcome's."""
+        rewards = numbers["reward"].astype(np.float64)
+        if self._turn_rewards:
+            rewards = rewards + np.array(self._turn_rewards)
         columns = (
             range(len(lengths)),
             numbers["sample"].tolist(),
             lengths.tolist(),
             self._num_active,
-            numbers["reward"].tolist(),
+            rewards.tolist(),
             self._min_versions,
             self._max_versions,
             (numbers["truncated"] != 0).tolist(),
@@ -174,6 +181,8 @@ class TokenColumns:
             self._facts.add_versions(piece, starts)
             return versions_are_sound(piece, self._active[index])
         if name in OPTIONAL_COLUMNS:
+            if name == "turn_reward":
+                self._facts.add_turn_rewards(piece, starts)
             turns = np.concatenate([trajectory.turns for trajectory in self._trajectories[first:end]])
             return optional_is_sound(name, piece, self._active[index], turns, starts)
         return True

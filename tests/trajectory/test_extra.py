@@ -89,9 +89,11 @@ def test_rows_without_turn_rewards_have_zeros_beside_rows_that_have_some(
 ) -> None:
     path = tmp_path / "a.h5"
     rows = [two_turns(0, turn_rewards=False), two_turns(1)]
-    write_shard(path, [group_of(*rows)], attributes)
+    (written,) = write_shard(path, [group_of(*rows)], attributes).groups
+    assert [row.reward for row in written.rows] == [0.25, 0.25 - 0.5 + 2], "the notice has the outcome's and the turns'"
     with Shard(path) as shard:
         (_, first), (_, second) = shard.read([0, 1])
+        assert shard.notice() == (written,)
     assert not first.extra["turn_rewards"].any()
     np.testing.assert_array_equal(second.extra["turn_rewards"], rows[1].extra["turn_rewards"])
     batch = pack([(7, row) for row in rows])
