@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_result import report
-from staleness import make_model, run_config, whole_run
+from staleness import LEARNING_RATE, make_model, run_config, whole_run
 from staleness_trainer import Curve, Task, one_rank, train
 
 from pekoe.pipeline.config.load import preset_names, read_preset
@@ -50,14 +50,14 @@ def settings_of(preset: str) -> list[str]:
 
 
 def by_lag(preset: str, eta: str, model: Path, task: Task, seed: int, options: argparse.Namespace) -> Curve:
-    config = run_config(model, seed, [*settings_of(preset), *options.overrides])
+    config = run_config(model, seed, options.lr, [*settings_of(preset), *options.overrides])
     return train(config, float(eta), options.steps, task, EVAL_EVERY)
 
 
 def by_whole_run(preset: str, eta: str, model: Path, place: Path, seed: int, options: argparse.Namespace) -> Curve:
     began = time.monotonic()
     settings = [*settings_of(preset), f"seed={seed}", f"rollout.max_head_offpolicyness={eta}", *options.overrides]
-    found = whole_run(model, place, f"{preset}-eta{eta}-{seed}", options.steps, settings)
+    found = whole_run(model, place, f"{preset}-eta{eta}-{seed}", options.steps, options.lr, settings)
     accuracy = [float(value) for value in found["accuracy"]]
     steps = np.linspace(0, options.steps, len(accuracy)).round().astype(int).tolist()
     return Curve(steps, accuracy, seconds=time.monotonic() - began)
@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument("--etas", type=lambda text: text.split(","), default=["0", "4"])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     parser.add_argument("--pipeline", action="store_true", help="whole runs")
     parser.add_argument("--folder", type=Path, help="where models (and whole runs) are kept; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration for every run")
@@ -109,6 +110,7 @@ def main() -> int:
     figures = {
         "by": "whole runs" if options.pipeline else "exact lag",
         "steps": options.steps,
+        "lr": options.lr,
         "seeds": options.seeds,
         "final": {
             preset: {eta: round(float(np.mean([c.final for c in curves[preset, eta]])), 4) for eta in options.etas}

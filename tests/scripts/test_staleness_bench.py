@@ -19,7 +19,7 @@ from staleness_trainer import RESAMPLED, LaggedRun, Task, one_rank  # noqa: E402
 
 from pekoe.pipeline.config.load import preset_names  # noqa: E402
 
-SMALL = ["train_dataset.batch_size=3", "gconfig.n_samples=2", "actor.optimizer.lr=1e-2"]
+SMALL = ["train_dataset.batch_size=3", "gconfig.n_samples=2"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def alone():
 
 
 def lagged(model: Path, eta: float, *settings: str) -> LaggedRun:
-    config = staleness.run_config(model, 1, [*SMALL, *settings])
+    config = staleness.run_config(model, 1, 1e-2, [*SMALL, *settings])
     return LaggedRun(config, eta, Task(model), 4)
 
 
