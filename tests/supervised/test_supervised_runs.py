@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -9,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from run_command import run
+from run_command import Outcome, run
 from supervised_runs import overrides, series, start_and_end
 from test_death import heartbeats, start, wait_for_step
 
@@ -26,6 +29,11 @@ from pekoe.pipeline.registry import TASKS
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.runs.doctor import diagnose
 
+WHOLE: dict[str, dict[str, Any]] = {
+    task: {"actor__dtype": "float64", "num_bad": num_bad, "recover__freq_steps": 4, "total_train_epochs": num_epochs}
+    for task, num_bad, num_epochs in (("sft", 9, 6), ("dpo", 0, 8), ("rw", 9, 8))
+}
+"""What undisturbed and disturbed runs of a task share: 48 or 64 steps."""
 PEKOE = [sys.executable, "-m", "pekoe.launch.cli"]
 
 
@@ -63,10 +71,23 @@ def test_sft_learns_and_reports_rows_without_labels(tmp_path: Path, tiny_model: 
     assert num_steps(directory) == 32
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Outcome]:
+    """Undisturbed runs in float64 by (task, allocation), each started once; overrides make another one."""
+    root = tmp_path_factory.mktemp("whole")
+
+    @functools.cache
+    def start_once(task: str, allocation: str, **more: object) -> Outcome:
+        name = "-".join([task, allocation.replace(":", "-"), *map(str, more.values())])
+        return start_and_end(root, tiny_model, task, name, allocation=allocation, **WHOLE[task], **more)
+
+    return start_once
+
+
 @pytest.mark.trainers
 @pytest.mark.timeout(300)
-def test_dpo_begins_at_ln_2_and_prefers_what_was_chosen(tmp_path: Path, tiny_model: Path) -> None:
-    outcome = start_and_end(tmp_path, tiny_model, "dpo", "dpo", total_train_epochs=8)
+def test_dpo_begins_at_ln_2_and_prefers_what_was_chosen(whole: Callable[..., Outcome]) -> None:
+    outcome = whole("dpo", "fsdp:d1")
     losses, accuracy = series(outcome, "train/loss"), series(outcome, "train/accuracy")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert series(outcome, "train/margin")[0] == 0
@@ -75,29 +96,29 @@ def test_dpo_begins_at_ln_2_and_prefers_what_was_chosen(tmp_path: Path, tiny_mod
     assert series(outcome, "eval/accuracy")[-1] > 0.9
     chosen, rejected = series(outcome, "eval/reward_chosen")[-1], series(outcome, "eval/reward_rejected")[-1]
     assert chosen - rejected == pytest.approx(series(outcome, "eval/margin")[-1], rel=1e-5)
-    ipo = run(tmp_path, overrides(tmp_path, tiny_model, "dpo", "ipo", dpo__loss_type="ipo", total_train_steps=3))
-    assert ipo.code == 0, ipo.text
-    assert series(ipo, "train/loss")[0] == pytest.approx((1 / 0.2) ** 2, rel=1e-6)
 
 
 @pytest.mark.trainers
 @pytest.mark.timeout(300)
-def test_rw_learns_and_exports_a_classifier_that_scores_alike(tmp_path: Path, tiny_model: Path) -> None:
+def test_rw_learns_and_exports_a_classifier_that_scores_alike(
+    tmp_path: Path, tiny_model: Path, whole: Callable[..., Outcome]
+) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    outcome = start_and_end(tmp_path, tiny_model, "rw", "rw", total_train_epochs=8)
+    outcome = whole("rw", "fsdp:d1")
     assert series(outcome, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-6)
     assert sum(series(outcome, "train/accuracy")[-8:]) / 8 > 0.9
     assert series(outcome, "eval/accuracy")[-1] > 0.9
-    assert "nothing is wrong" in pekoe("doctor", outcome.run)
+    directory = RunDirectory(outcome.run)
+    assert "nothing is wrong" in diagnose(directory).text()
     folder = outcome.run / "exports" / "step-64"
     again = tmp_path / "again"
     pekoe("export", outcome.run, again)
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     margins = []
-    for line in (tmp_path / "rw-valid.jsonl").read_text().splitlines():
+    for line in (outcome.run.parents[1] / f"{outcome.run.name}-valid.jsonl").read_text().splitlines():
         row = json.loads(line)
         scores = []
         for side in ("chosen", "rejected"):
@@ -109,14 +130,8 @@ def test_rw_learns_and_exports_a_classifier_that_scores_alike(tmp_path: Path, ti
     assert sum(margins) / len(margins) == pytest.approx(series(outcome, "eval/margin")[-1], rel=1e-4)
 
 
-@pytest.mark.trainers
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("task", ["sft", "dpo", "rw"])
-def test_two_ranks_train_as_one_does(task: str, tmp_path: Path, tiny_model: Path) -> None:
+def assert_same(two: Outcome, one: Outcome) -> None:
     """In float64: what is left is the order of sums."""
-    more = {"actor__dtype": "float64", "total_train_steps": 8, "num_bad": 9}
-    one = start_and_end(tmp_path, tiny_model, task, "one", **more)
-    two = start_and_end(tmp_path, tiny_model, task, "two", allocation="fsdp:d2", **more)
     names = {name for line in one.metrics for name in line if name.startswith(("train/", "eval/", "rows/"))}
     assert {"train/loss", "eval/loss", "rows/dropped_total"} <= names
     for name in names - {"eval/examples"}:
@@ -125,44 +140,69 @@ def test_two_ranks_train_as_one_does(task: str, tmp_path: Path, tiny_model: Path
 
 @pytest.mark.trainers
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("task", "allocation"), [("sft", "fsdp:d2"), ("dpo", "fsdp:d1")])
-def test_a_killed_run_goes_on_to_the_same_weights(task: str, allocation: str, tmp_path: Path, tiny_model: Path) -> None:
-    more = {"allocation": allocation, "num_bad": 9, "recover__freq_steps": 4}
-    whole = start_and_end(tmp_path, tiny_model, task, "whole", **more)
-    keys = overrides(tmp_path, tiny_model, task, "killed", **more)
+@pytest.mark.parametrize("task", ["sft", "rw"])
+def test_two_ranks_train_as_one_does(task: str, whole: Callable[..., Outcome]) -> None:
+    assert_same(whole(task, "fsdp:d2"), whole(task, "fsdp:d1"))
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("form", "first"), [("sigmoid", math.log(2)), ("ipo", (1 / 0.2) ** 2)])
+def test_two_ranks_prefer_as_one_does(form: str, first: float, whole: Callable[..., Outcome]) -> None:
+    one, two = (whole("dpo", allocation, dpo__loss_type=form) for allocation in ("fsdp:d1", "fsdp:d2"))
+    assert series(one, "train/loss")[0] == pytest.approx(first, rel=1e-6)
+    assert_same(two, one)
+
+
+@pytest.mark.trainers
+@pytest.mark.timeout(400)
+def test_a_killed_run_goes_on_to_the_same_weights(
+    tmp_path: Path, tiny_model: Path, whole: Callable[..., Outcome]
+) -> None:
+    undisturbed = whole("sft", "fsdp:d2")
+    keys = overrides(tmp_path, tiny_model, "sft", "killed", allocation="fsdp:d2", **WHOLE["sft"])
     path = tmp_path / "test" / "killed"
     process = start(tmp_path, keys)
-    wait_for_step(path, 14, process)
-    os.kill(int(heartbeats(path)[len(heartbeats(path)) - 1]["pid"]), signal.SIGKILL)
+    wait_for_step(path, 9, process)
+    os.kill(int(heartbeats(path)[1]["pid"]), signal.SIGKILL)
     assert process.wait(timeout=60) == 1
     outcome = run(tmp_path, keys, resume=True)
     assert outcome.code == 0, outcome.text
+    assert_goes_on_alike(outcome, undisturbed, 48)
+
+
+def assert_goes_on_alike(outcome: Outcome, undisturbed: Outcome, num_steps: int) -> None:
     for name in ("train/loss", "train/grad_norm", "train/lr", "eval/loss", "rows/dropped_total"):
-        assert series(outcome, name) == series(whole, name), name
-    files = [folder / "exports" / "step-32" / "model.safetensors" for folder in (whole.run, outcome.run)]
+        assert series(outcome, name) == series(undisturbed, name), name
+    files = [one.run / "exports" / f"step-{num_steps}" / "model.safetensors" for one in (undisturbed, outcome)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert {line["attempt"] for line in outcome.metrics} == {0, 1}
 
 
 @pytest.mark.trainers
 @pytest.mark.timeout(300)
-def test_a_stopped_run_saves_and_goes_on(tmp_path: Path, tiny_model: Path) -> None:
-    more = {"recover__freq_steps": "null", "total_train_epochs": 40, "evaluator__freq_steps": "null"}
-    keys = overrides(tmp_path, tiny_model, "sft", "stopped", **more)
+def test_a_stopped_run_saves_and_goes_on_to_the_same_weights(
+    tmp_path: Path, tiny_model: Path, whole: Callable[..., Outcome]
+) -> None:
+    """The reference is the model of version 0 in each attempt."""
+    undisturbed = whole("dpo", "fsdp:d1")
+    keys = overrides(tmp_path, tiny_model, "dpo", "stopped", **{**WHOLE["dpo"], "recover__freq_steps": "null"})
     path = tmp_path / "test" / "stopped"
     process = start(tmp_path, keys)
-    wait_for_step(path, 10, process)
+    wait_for_step(path, 5, process)
     os.kill(int(heartbeats(path)[0]["pid"]), signal.SIGTERM)
     began = time.monotonic()
     assert process.wait(timeout=60) == 75, (tmp_path / "output.txt").read_text()[-3000:]
     assert time.monotonic() - began < 20
     (checkpoint,) = (path / "checkpoints").glob("step-*")
     version = int(checkpoint.name.partition("-")[2])
-    assert 10 <= version < 320
+    assert 5 <= version < 64
     outcome = run(tmp_path, keys, resume=True)
     assert outcome.code == 0, outcome.text
     steps = [(line["step"], line["attempt"]) for line in outcome.metrics if "train/loss" in line]
-    assert steps == [(step, int(step > version)) for step in range(1, 321)]
+    assert steps == [(step, int(step > version)) for step in range(1, 65)]
+    assert_goes_on_alike(outcome, undisturbed, 64)
 
 
 def test_every_task_has_its_wiring() -> None:
