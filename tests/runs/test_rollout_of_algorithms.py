@@ -54,6 +54,7 @@ def test_groups_with_equal_rewards_are_dropped_and_replaced(tmp_path: Path, tiny
     assert all(len(found) == 2 for found in rewards.values()), "a dropped group is in no shard"
 
 
+@pytest.mark.slow
 def test_a_constant_reward_makes_smaller_batches_until_nothing_is_left(
     tmp_path: Path, tiny_model: Path, sums: Path
 ) -> None:

@@ -3,9 +3,7 @@ the models beside a policy on both."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from tiny_model import write_tiny_model
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 import fsdp_world as world  # noqa: E402
+import trainer_worlds  # noqa: E402
 import value_world  # noqa: E402
 
 from pekoe.pipeline.messages import TensorSpec  # noqa: E402
@@ -32,23 +31,8 @@ SIZES = {
 
 
 def run_world(folder, size, *scenarios):
-    """All ranks of one world, in at most four minutes."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), str(rank), str(size), *scenarios],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    deadline, errors = time.monotonic() + 240, []
-    try:
-        for process in ranks:
-            errors.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1])
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
+    """Scenario -> what rank 0 of one world found."""
+    trainer_worlds.run_world(SCRIPT, folder, size, scenarios)
     (folder / f"meeting-{size}").unlink(missing_ok=True)
     return {name: torch.load(folder / f"{name}-{size}.pt", weights_only=False) for name in scenarios}
 
@@ -86,9 +70,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     """Ranks -> scenario -> what rank 0 found; each number of ranks continues the other's checkpoint."""
-    found = {size: run_world(folder, size, "gradients", "save", "companions") for size in (2, 1)}
-    for size in (2, 1):
-        found[size] |= run_world(folder, size, "load")
+    found = {2: run_world(folder, 2, "gradients", "save", "companions")}
+    found[1] = run_world(folder, 1, "gradients", "save", "companions", "load")
+    found[2] |= run_world(folder, 2, "load")
     return found
 
 
