@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pekoe.pipeline.config.generation import GenerationConfig
+from pekoe.pipeline.config.rollout import WorkflowConfig
 from pekoe.pipeline.messages import Hello, Inbox
 from pekoe.pipeline.registry import WEIGHT_TRANSPORTS, WORKFLOWS, resolve
 from pekoe.pipeline.reward.pool import RewardFailure, RewardPool
@@ -118,6 +120,20 @@ def restarting_engine(context: RunContext, instance: Instance, inbox: Inbox) -> 
     )
 
 
+def build_workflow(config: WorkflowConfig, about: WorkflowContext) -> Workflow:
+    """The workflow that is configured; ValueError names an argument that it does not have."""
+    kind = resolve(WORKFLOWS, config.name, "workflow.name")
+    try:
+        inspect.signature(kind).bind(about, **config.args)
+    except TypeError as error:
+        raise ValueError(
+            f"workflow.args: {config.args} is not allowed with workflow.name {config.name}: {error}; allowed: "
+            f"{', '.join(list(inspect.signature(kind).parameters)[1:]) or 'none'}"
+        ) from error
+    built: Workflow = kind(about, **config.args)
+    return built
+
+
 def build_executor(
     context: RunContext,
     tokenizer: PreTrainedTokenizerBase,
@@ -130,11 +146,8 @@ def build_executor(
     config = context.config
 
     def workflow(sampling: GenerationConfig, limit: int) -> Workflow:
-        built: Workflow = resolve(WORKFLOWS, config.workflow.name, "workflow.name")(
-            WorkflowContext(tokenizer, sampling_parameters(sampling), pool, limit),
-            **config.workflow.args,
-        )
-        return built
+        about = WorkflowContext(tokenizer, sampling_parameters(sampling), pool, limit)
+        return build_workflow(config.workflow, about)
 
     training, validation = context.data.training, context.data.validation
     evaluation = None

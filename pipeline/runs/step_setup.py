@@ -12,6 +12,7 @@ from pekoe.pipeline.algorithm.reward_to_advantage import add_advantages
 from pekoe.pipeline.algorithm.value_loss import ValueObjective
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.records import PackedBatch
+from pekoe.pipeline.registry import ADVANTAGE_ESTIMATORS, OBJECTIVES, resolve
 from pekoe.pipeline.train.companions import Companions
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.train.trainer_group import TrainerGroup
@@ -21,8 +22,14 @@ from pekoe.pipeline.train.training_step import StepParts, TrainingStep
 def build_step(
     config: RunConfig, engine: TrainEngine, companions: Companions, num_steps: int, device: torch.device
 ) -> TrainingStep:
-    """The step of a run of `num_steps`; torch's default group, on `device`, must be that of the trainer ranks."""
-    over, actor = TrainerGroup(device), config.actor
+    """The step of a run of `num_steps`; torch's default group, on `device`, must be that of the trainer ranks.
+
+    Raises ValueError where the user's own objective or estimator cannot be imported: before anything is sampled for it.
+    """
+    actor = config.actor
+    resolve(OBJECTIVES, actor.objective, "actor.objective")
+    resolve(ADVANTAGE_ESTIMATORS, actor.advantage_estimator, "actor.advantage_estimator")
+    over = TrainerGroup(device)
     max_new_tokens = config.gconfig.max_new_tokens
 
     def advantages(batches: Sequence[PackedBatch], groups: Sequence[int]) -> dict[str, float]:
