@@ -14,10 +14,17 @@ from pekoe.pipeline.config.cross_checks import check_keys, check_placement
 from pekoe.pipeline.config.engine_checks import check_heads, check_vocabulary
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.generation import GenerationConfig
-from pekoe.pipeline.config.paths import model_context_limit, model_heads, model_vocabulary, resolve_paths
+from pekoe.pipeline.config.paths import (
+    lacks_value_head,
+    model_context_limit,
+    model_heads,
+    model_vocabulary,
+    resolve_paths,
+)
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, Key, keys_of, shown
 from pekoe.pipeline.config.supervised_checks import check_supervised_length
+from pekoe.pipeline.config.task_checks import check_scalar_head
 from pekoe.pipeline.config.tasks import is_supervised
 from pekoe.pipeline.config.values import WrongValue, convert
 
@@ -49,6 +56,8 @@ def check(config: RunConfig, placement: PlacementFacts | None = None) -> list[st
             check_length = check_supervised_length if is_supervised(config) else _check_context
             check_length(config, model_context_limit(model), findings)
             check_vocabulary(config, model_vocabulary(model), findings)
+            if config.reward_model is not None and config.reward_model.path and resolved.reward_model is not None:
+                check_scalar_head(config.reward_model, lacks_value_head(resolved.reward_model.path), findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     return findings.warnings

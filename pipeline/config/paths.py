@@ -81,6 +81,12 @@ def model_heads(path: str | Path) -> tuple[int, int] | None:
     return heads, keys if isinstance(keys, int) else heads
 
 
+def lacks_value_head(path: str | Path) -> bool:
+    """Whether a model folder says that it is of another kind than a sequence classifier, whose head gives the score."""
+    kinds = _read_model_config(Path(path)).get("architectures")
+    return isinstance(kinds, list) and not any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
+
+
 def _read_model_config(folder: Path) -> dict[str, Any]:
     with open(folder / "config.json", encoding="utf-8") as file:
         parsed = json.load(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pekoe.pipeline.config.companions import RewardModelConfig
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
 from pekoe.pipeline.config.optimizer import OptimizerConfig
 from pekoe.pipeline.config.run import RunConfig
@@ -44,6 +45,8 @@ def _check_unused(config: RunConfig, findings: Findings) -> None:
 
 def _check_critic(config: RunConfig, findings: Findings) -> None:
     critic, steps = config.critic, config.total_train_steps
+    if critic is None and config.algorithm == "ppo" and config.actor.advantage_estimator == "gae":
+        findings.warn("critic", None, "leaves algorithm ppo without its baseline: discounted rewards, normalised")
     if critic is not None and steps is not None and critic.warmup_steps >= steps:
         findings.warn(
             "critic.warmup_steps", critic.warmup_steps, f"leaves no step to the policy (total_train_steps {steps})"
@@ -84,13 +87,19 @@ def _check_reward_model(config: RunConfig, findings: Findings) -> None:
     model = config.reward_model
     if model is None:
         return
-    if model.kind == "scalar" and not model.path:
+    if not model.path:
+        check_scalar_head(model, True, findings)
+    if model.weight == 0:
+        findings.warn("reward_model.weight", model.weight, "has no effect: its scores are not added")
+
+
+def check_scalar_head(model: RewardModelConfig, lacks_head: bool, findings: Findings) -> None:
+    """The score of kind scalar comes from a head, which `model.path` has not when it `lacks_head`."""
+    if model.kind == "scalar" and lacks_head:
         findings.wrong(
             "reward_model.path", model.path, "has no trained head: kind scalar needs a model that task rw has made; "
             "allowed: its folder, or reward_model.kind: generative",
         )  # fmt: skip
-    if model.weight == 0:
-        findings.warn("reward_model.weight", model.weight, "has no effect: its scores are not added")
 
 
 def _check_supervised(config: RunConfig, findings: Findings) -> None:

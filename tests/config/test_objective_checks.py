@@ -134,6 +134,7 @@ def test_what_contradicts_is_refused(overrides: list[str], key: str, words: str)
             "critic.warmup_steps",
             "leaves no step to the policy (total_train_steps 5)",
         ),
+        (["algorithm=ppo", "critic=null"], "critic", "null leaves algorithm ppo without its baseline"),
         (["rollout.max_resampled_groups=4"], "rollout.max_resampled_groups", "without rollout.dynamic_sampling"),
         (
             ["algorithm=dapo", "rollout.dynamic_batch_size=true", "rollout.max_resampled_groups=4"],
@@ -191,6 +192,19 @@ def test_the_paths_of_models_beside_the_policy_are_looked_for() -> None:
     ]
     lines = problems("actor.kl_ctl=1", "ref.path=no/such/ref", "task=distill", "teacher.path=no/such/teacher")
     assert [line.partition(":")[0] for line in lines] == ["ref.path", "teacher.path"]
+
+
+def test_a_scalar_reward_model_is_a_sequence_classifier(folder: Path) -> None:
+    """The score would be one of a head that nobody has trained."""
+    about = folder / "other" / "config.json"
+    about.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (line,) = problems("reward_model.path=other")
+    assert line.startswith("reward_model.path: 'other' has no trained head")
+    assert "allowed: its folder, or reward_model.kind: generative" in line
+    assert warnings("reward_model.path=other", "reward_model.kind=generative") == []
+    assert len(problems("reward_model={}")) == 1
+    about.write_text(json.dumps({"architectures": ["Qwen3ForSequenceClassification"]}))
+    assert warnings("reward_model.path=other") == []
 
 
 def test_a_task_has_the_ranks_that_it_needs() -> None:
