@@ -36,6 +36,13 @@ def needs_cluster(page: Path, line: str) -> bool:
     return page.name in CLUSTER_PAGES or names or any(word in line for word in CLUSTER_WORDS)
 
 
-def of_algorithms(page: Path, line: str) -> bool:
-    """Whether a command is a run of algorithms.md: many worlds, in a test of their own."""
-    return page.name == "algorithms.md" and "pekoe run" in line
+def of_algorithms(line: str) -> bool:
+    """Whether a command is a run of algorithms.md, on whichever page it stands first: many worlds, in a test of their
+    own."""
+    page = ROOT / "docs" / "algorithms.md"
+    return "pekoe run" in line and line in [text.split(" #")[0].strip() for text in page.read_text().splitlines()]
+
+
+def of_overrides(page: Path, line: str) -> bool:
+    """Whether a command is a run of configuration.md: what it shows is how keys are written."""
+    return page.name == "configuration.md" and line.startswith("pekoe run ")

@@ -4,7 +4,7 @@ Runs are made small by overrides behind the documented ones; paths of examples p
 that fits no rule of `reader.py` fails the test: a new command needs a way to be run. Run elsewhere: what needs a Slurm
 cluster (tests/slurm/test_documented_commands.py) or vLLM (tests/vllm/test_vllm_documented_commands.py), the lines of
 SmolLM2 (tests/scripts/test_smollm2_recipe.py, slow) and of CI_RUNS; `scripts/test.sh` only collects here. The runs of
-algorithms.md are in the lane trainers.
+algorithms.md are in the lane trainers; those of configuration.md are checked here and run in the lane slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from documented_commands import PAGES, commands, needs_cluster, needs_vllm, of_algorithms
+from documented_commands import PAGES, commands, needs_cluster, needs_vllm, of_algorithms, of_overrides
 from reader import Reader
 from test_algorithms_page import undocumented
 
@@ -50,15 +50,27 @@ def type_all(reader: Reader, lines: list[str]) -> None:
 @pytest.mark.timeout(900)
 def test_every_documented_command_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     (tmp_path / "areal.yaml").write_text(AREAL)
-    typed = [line for page, line in HERE if not of_algorithms(page, line)]
+    typed = [
+        line.replace("pekoe run ", "pekoe config check ") if of_overrides(page, line) else line
+        for page, line in HERE
+        if not of_algorithms(line)
+    ]
     assert len(typed) > 15
+    type_all(Reader(tmp_path, tiny_model, sums), typed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_documented_override_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+    typed = [line for page, line in HERE if of_overrides(page, line)]
+    assert len(typed) > 3
     type_all(Reader(tmp_path, tiny_model, sums), typed)
 
 
 @pytest.mark.trainers
 @pytest.mark.timeout(900)
 def test_every_documented_run_of_an_algorithm_or_a_task_runs(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
-    typed = [line for page, line in HERE if of_algorithms(page, line)]
+    typed = [line for _, line in HERE if of_algorithms(line)]
     assert len(typed) > 5
     type_all(Reader(tmp_path, tiny_model, sums), typed)
     written = list(tmp_path.rglob("metrics.jsonl"))
