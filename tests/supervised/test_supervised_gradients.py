@@ -4,17 +4,16 @@ padded sequences, all in float64."""
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import fsdp_world
 import gradient_world
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from trainer_worlds import run_world
 
 pytestmark = pytest.mark.trainers
 
@@ -36,19 +35,7 @@ def found(tmp_path_factory):
     add_score(folder / "qwen3", folder / "scored")
     results = {}
     for size in (1, 2):
-        command = [sys.executable, gradient_world.__file__, str(folder)]
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(size)], stderr=subprocess.PIPE, text=True)
-            for rank in range(size)
-        ]
-        deadline, errors = time.monotonic() + 150, []
-        try:
-            for process in ranks:
-                errors.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1])
-        finally:
-            for process in ranks:
-                process.kill()
-        assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
+        run_world(Path(gradient_world.__file__), folder, size, [])
         results[size] = torch.load(folder / f"found-{size}.pt", weights_only=False)
     return folder, results
 
@@ -80,9 +67,6 @@ def padded(pad):
 
 def expected(folder, task):
     """(loss, gradients by name) by transformers' model and textbook formulas; the padding looks like real tokens."""
-    sys.path[:0] = [str(Path(gradient_world.__file__).parents[1] / "train")]
-    import fsdp_world
-
     fsdp_world.use_exact_norms()
     ids, mask, labels, reference = padded(pad=7)
     if task == "rw":

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from trainer_worlds import run_world
 
 from pekoe.pipeline.messages import TensorSpec
 
@@ -33,23 +31,6 @@ def load_script():
 
 
 world = load_script()
-
-
-def run_world(folder, size, scenarios):
-    """All ranks of one world, in at most four minutes."""
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(size), *scenarios], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    deadline, errors = time.monotonic() + 240, []
-    try:
-        for process in ranks:
-            errors.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1])
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +58,7 @@ def folder(tmp_path_factory):
 def results(folder):
     """(scenario, ranks) -> what rank 0 found; two ranks first, one continues their checkpoint."""
     for size in (2, 1):
-        run_world(folder, size, LAST[size])
+        run_world(SCRIPT, folder, size, LAST[size])
     return {
         (name, size): torch.load(folder / f"{name}-{size}.pt", weights_only=False)
         for size, names in LAST.items()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from trainer_worlds import run_world, write_models
 
 from pekoe.pipeline.config.load import preset_names

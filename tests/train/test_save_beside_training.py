@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from trainer_worlds import run_world
 
 from pekoe.pipeline import complete_folder
 from pekoe.pipeline.messages import Present, Saved
@@ -24,23 +22,6 @@ WORLDS = {
     2: ["first", "beside", "refused", "seven", "seven_resumed"],
     1: ["first", "learner", "seven_resumed"],
 }
-
-
-def run_world(folder: Path, size: int) -> None:
-    """All ranks of one world, in at most four minutes."""
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(size), *WORLDS[size]], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    deadline, errors = time.monotonic() + 240, []
-    try:
-        for process in ranks:
-            errors.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1])
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +42,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     for size in WORLDS:
-        run_world(folder, size)
+        run_world(SCRIPT, folder, size, WORLDS[size])
     return {
         (name, size): torch.load(folder / f"{name}-{size}.pt", weights_only=False)
         for size, names in WORLDS.items()

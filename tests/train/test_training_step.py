@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from trainer_worlds import run_world, write_models
 
 pytestmark = pytest.mark.trainers
@@ -73,9 +69,7 @@ def test_a_step_is_the_same_on_one_and_on_two_ranks(results, algorithm, version)
 
 def test_every_algorithm_tells_the_same_names(results):
     """What only a critic, a reference or a method has is apart."""
-    names = {
-        key[0]: set(found["figures"][0]) for key, found in results["steps", 1].items() if key[1] == world.VERSION
-    }
+    names = {key[0]: set(found["figures"][0]) for key, found in results["steps", 1].items() if key[1] == world.VERSION}
     own = ("critic/", "train/kl_ref", "reward/kl", "train/m2_dropped", "train/value")
     common = {key: {name for name in found if not name.startswith(own)} for key, found in names.items()}
     assert common["grpo"] == common["m2po"] == common["ppo"]

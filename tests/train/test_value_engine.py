@@ -3,23 +3,19 @@ the models beside a policy on both."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import fsdp_world as world
 import numpy as np
 import pytest
 import torch
+import trainer_worlds
 import transformers
+import value_world
 from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-import fsdp_world as world  # noqa: E402
-import trainer_worlds  # noqa: E402
-import value_world  # noqa: E402
-
-from pekoe.pipeline.messages import TensorSpec  # noqa: E402
+from pekoe.pipeline.messages import TensorSpec
 
 pytestmark = pytest.mark.trainers
 

@@ -1,0 +1,8 @@
+"""The scripts of this folder that worlds of ranks run can be imported by its tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
