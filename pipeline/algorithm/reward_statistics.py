@@ -1,14 +1,14 @@
 """Statistics of a step's rewards and advantages, summed over data-parallel ranks: ratios of sums are the same on any
 number of them.
 
-    over reward_sequences    reward_raw, reward_raw_squares, reward_shaped, reward_shaped_squares, overlong_penalty
+    over reward_sequences    reward_raw, reward_shaped, reward_shaped_squares, overlong_penalty
     over advantage_tokens    advantage_sum, advantage_abs, advantage_squares (after normalisation), return_sum,
                              kl_reward_sum (with kl_ctl)
-    over rewarded_turns      turn_reward_sum
+    turn_reward_sum          where a turn has one
     over advantage_tokens    return_squares, return_error, return_error_squares (return - value): explained variance is
                              1 - Var(error) / Var(return)                                        (with a critic)
     reward_groups            groups that train; zero_variance_groups: whose shaped rewards are all equal
-    maxima                   reward_raw_max, advantage_abs_max
+    maximum                  advantage_abs_max
 
 Legend: M tokens of a rank laid end to end, S sequences.
 """
@@ -50,7 +50,7 @@ class StepFigures:
     values: Tensor | None  # [M]
 
     def sums(self, over: Reduction) -> dict[str, float]:
-        """Over all ranks, with the maxima. Collective: two reductions, the same on every rank."""
+        """Over all ranks, with the maximum. Collective: two reductions, the same on every rank."""
         local = self._sequence_sums() | self._token_sums()
         total = over.sum(torch.tensor(list(local.values()), dtype=torch.float64)).tolist()
         found = dict(zip(local, total, strict=True))
@@ -58,13 +58,10 @@ class StepFigures:
             if not found[count]:
                 for name in names:
                     del found[name]
-            if count != "rewarded_turns" or not found[count]:
-                del found[count]
-        raw, advantages = torch.from_numpy(self.raw[self.trains]), self.advantages[self.mask].abs()
-        lowest = torch.tensor([-torch.inf], dtype=torch.float64)
-        largest = over.max(torch.stack([torch.cat([lowest, x.double()]).max() for x in (raw, advantages)])).tolist()
+            del found[count]
+        largest = over.max(torch.cat([torch.zeros(1), self.advantages[self.mask].abs()]).double().max())
         if found["advantage_tokens"]:
-            found |= {"reward_raw_max": largest[0], "advantage_abs_max": largest[1]}
+            found["advantage_abs_max"] = float(largest)
         return found
 
     def _sequence_sums(self) -> dict[str, float]:
@@ -72,7 +69,6 @@ class StepFigures:
         return {
             "reward_sequences": float(self.trains.sum()),
             "reward_raw": float(raw.sum()),
-            "reward_raw_squares": float(np.square(raw).sum()),
             "reward_shaped": float(shaped.sum()),
             "reward_shaped_squares": float(np.square(shaped).sum()),
             "overlong_penalty": float(self.penalty[self.trains].sum()),

@@ -63,7 +63,7 @@ def add_advantages(
 
     Returns sums over all ranks for metrics; maxima where the name ends in `_max`; what the run does not have (turn
     rewards, values, a KL reward) is absent. Over `reward_sequences`: reward_raw, reward_shaped (after overlong penalty,
-    bias, scaling and clip), overlong_penalty, and the squares of the first two. Over `advantage_tokens`: advantage_sum,
+    bias, scaling and clip) with its squares, overlong_penalty. Over `advantage_tokens`: advantage_sum,
     advantage_abs, advantage_squares. See `reward_statistics.py` for all.
     """
     found = find_advantages(batches, config, max_new_tokens, over, groups=groups)

@@ -33,7 +33,7 @@ class ValueObjective:
         self._mask_truncated = mask_truncated
 
     def __call__(self, values: Tensor, scores: Tensor | None, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The micro-batch's share of the loss for `values` [M], and sums of statistics over `value_tokens`."""
+        """The micro-batch's share of the loss for `values` [M], and sums of statistics over `tokens`."""
         mask = active_mask(batch, sequence_index(batch["cu_seqlens"]), self._mask_truncated)
 
         def active(tensor: Tensor) -> Tensor:
@@ -43,18 +43,12 @@ class ValueObjective:
         token_loss, clipped = clipped_value_loss(now, old, returns, self._eps_clip)
         loss = token_loss.sum() / self._num_active
         with torch.no_grad():
-            error = returns - now
             stats = {
-                "value_tokens": mask.sum(),
-                "value_loss": loss,
-                "value_clipped": (clipped & mask).sum(),
-                "value": now.sum(),
-                "value_change": (now - old).abs().sum(),
-                "value_error": error.sum(),
-                "value_error_squares": error.square().sum(),
-                "value_error_max": maximum(error.abs()),
-                "value_target": returns.sum(),
-                "value_target_squares": returns.square().sum(),
+                "tokens": mask.sum(),
+                "loss": loss,
+                "clipped": (clipped & mask).sum(),
+                "change": (now - old).abs().sum(),
+                "error_max": maximum((returns - now).abs()),
             }
         return loss, {name: value.detach().to(torch.float64) for name, value in stats.items()}
 

@@ -22,8 +22,6 @@ those of the version."""
 AGES = 8
 """Ages of tokens that have a share of their own; older ones share one."""
 COUNTS = ("tokens", "sequences")
-OF_THE_BATCH = ("value", "target", "target_squares", "error", "error_squares")
-"""Sums of a critic's update that `reward_figures` tells of the whole batch, before any update."""
 PER_UPDATE = ("loss", "lr", "grad_norm")
 ROUNDING = 1e-12
 """A variance below this share of the mean square is none."""
@@ -83,12 +81,6 @@ class UpdateSums:
             "engine_gap/share_above_0.1": sums["fresh_wide"] / tokens,
             "engine_gap/max": sums["fresh_gap_max"],
         }
-
-
-def critic_sums(stats: dict[str, float]) -> dict[str, float]:
-    """What a critic's update reports, under the names that the actor's has."""
-    named = {name.removeprefix("value_"): value for name, value in stats.items()}
-    return {name: value for name, value in named.items() if name not in OF_THE_BATCH}
 
 
 def staleness_shares(batches: Sequence[PackedBatch], version: int, over: Over) -> dict[str, float]:

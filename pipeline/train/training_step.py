@@ -19,7 +19,7 @@ from pekoe.pipeline.messages import Plan
 from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.train.companions import Companions
 from pekoe.pipeline.train.engine import LossFunction, TrainEngine, ValueLossFunction
-from pekoe.pipeline.train.step_statistics import Over, UpdateSums, critic_sums, reward_figures, staleness_shares
+from pekoe.pipeline.train.step_statistics import Over, UpdateSums, reward_figures, staleness_shares
 
 Minibatches = Sequence[Sequence[PackedBatch]]
 """[minibatch][micro-batch]"""
@@ -27,7 +27,7 @@ Minibatches = Sequence[Sequence[PackedBatch]]
 
 @dataclass
 class StepParts:
-    """What a step is made of; `runs/rl_trainer.py` passes it in."""
+    """What a step is made of; `runs/step_setup.py` passes it in."""
 
     engine: TrainEngine
     companions: Companions
@@ -112,4 +112,4 @@ class TrainingStep:
         for _ in range(config.ppo_epochs):
             for index, batches in enumerate(minibatches):
                 loss = self.parts.make_value_loss(plan.num_active[index])
-                sums.add(critic_sums(engine.train_batch(batches, loss)))
+                sums.add(engine.train_batch(batches, loss))

@@ -52,10 +52,9 @@ def test_masked_and_truncated_tokens_and_nan_are_left_out():
     assert loss.item() == pytest.approx((0.5 * 0.25 + 0.5 * 2.25) / 2)
     loss.backward()
     assert now.grad.tolist() == pytest.approx([0, -0.25, -0.75, 0, 0])
-    assert stats["value_tokens"] == 2
-    assert stats["value_target"] == 3
-    assert stats["value_error_squares"] == pytest.approx(0.25 + 2.25)
-    assert stats["value_change"] == pytest.approx(1.0)
+    assert stats["tokens"] == 2
+    assert stats["error_max"] == pytest.approx(1.5)
+    assert stats["change"] == pytest.approx(1.0)
 
 
 def test_gradient_equals_finite_differences():

@@ -137,6 +137,6 @@ def test_clipped_value_loss(algos, seed):
     objective = ValueObjective(CriticConfig(eps_clip=0.3), batch.num_active)
     ours, stats = objective(batch.pack(values), None, packed)
     torch.testing.assert_close(ours, theirs)
-    assert float(stats["value_clipped"]) / batch.num_active == pytest.approx(float(share)) != 0
+    assert float(stats["clipped"]) / batch.num_active == pytest.approx(float(share)) != 0
     (mine,), (other,) = torch.autograd.grad(ours, values), torch.autograd.grad(theirs, values)
     torch.testing.assert_close(mine, other)
