@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
-from pekoe.pipeline.algorithm.token_values import head_outputs, token_values
+from pekoe.pipeline.algorithm.token_values import head_outputs
 from pekoe.pipeline.batch.plan import plan_batch
 from pekoe.pipeline.config.actor import FsdpConfig, MicroBatchConfig, ModelConfig
 from pekoe.pipeline.config.companions import FrozenModelConfig, RewardModelConfig
 from pekoe.pipeline.config.run import RunConfig
-from pekoe.pipeline.devices.device import Device
 from pekoe.pipeline.records import Int32
-from pekoe.pipeline.registry import TRAIN_ENGINES, resolve
+from pekoe.pipeline.runs.trainer_setup import TrainerRank, build_engine
 from pekoe.pipeline.train.companions import Companions, RewardModel
 from pekoe.pipeline.train.engine import TrainEngine
 from pekoe.pipeline.train.reward_models import Cut, GenerativeRewardModel, ScalarRewardModel
 from pekoe.pipeline.train.trainer_group import TrainerGroup
 from pekoe.pipeline.train.vocabulary import check_same_vocabulary, has_tokenizer
-
-
-@dataclass(frozen=True)
-class TrainerRank:
-    """Where the models are built; torch's default group must be that of the trainer ranks."""
-
-    engine: str
-    """Name of the trainer engine in the allocation."""
-    device: Device
-    device_index: int
-    num_steps: int
 
 
 def build_companions(config: RunConfig, where: TrainerRank) -> Companions:
@@ -100,19 +87,7 @@ def cut_evenly(limits: MicroBatchConfig, over: TrainerGroup) -> Cut:
 
 def _build(config: RunConfig, model: ModelConfig, where: TrainerRank, *, section: str, **options: Any) -> TrainEngine:
     check_same_vocabulary(section, model.path, config.actor.path, config.tokenizer_path or config.actor.path)
-    engine: TrainEngine = resolve(TRAIN_ENGINES, where.engine, "allocation")(
-        model,
-        token_logprobs=token_logprobs,
-        token_values=token_values,
-        device=where.device,
-        device_index=where.device_index,
-        weight_dtype=config.rollout.dtype,
-        total_steps=where.num_steps,
-        seed=config.seed,
-        section=section,
-        **options,
-    )
-    return engine
+    return build_engine(config, model, where, section=section, **options)
 
 
 def _texts(config: RunConfig, settings: RewardModelConfig) -> tuple[Int32, Int32]:

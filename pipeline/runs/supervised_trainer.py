@@ -11,20 +11,22 @@ import torch.distributed as dist
 from pekoe.pipeline.algorithm.supervised.dpo import DpoLoss
 from pekoe.pipeline.algorithm.supervised.reward_model import RewardModelLoss
 from pekoe.pipeline.algorithm.supervised.sft import SftLoss
-from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
-from pekoe.pipeline.algorithm.token_values import token_values
 from pekoe.pipeline.config.companions import RefConfig
 from pekoe.pipeline.config.tasks import sides
 from pekoe.pipeline.messages import Hello
-from pekoe.pipeline.registry import TRAIN_ENGINES, resolve
-from pekoe.pipeline.runs.companion_setup import TrainerRank, build_frozen
+from pekoe.pipeline.runs.companion_setup import build_frozen
 from pekoe.pipeline.runs.context import HEAD, RunContext
-from pekoe.pipeline.runs.rl_trainer import form_trainer_group, load_checkpoint, rng_file
 from pekoe.pipeline.runs.supervised_data import row_source
 from pekoe.pipeline.runs.supervised_rows import EpochOrder, RowPlanner
+from pekoe.pipeline.runs.trainer_setup import (
+    TrainerRank,
+    build_engine,
+    form_trainer_group,
+    head_orders,
+    load_checkpoint,
+)
 from pekoe.pipeline.train.checkpoint import ENGINE, Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
-from pekoe.pipeline.train.rng_state import capture_rng_state
 from pekoe.pipeline.train.supervised_learner import INBOX_KINDS, SupervisedLearner, SupervisedParts, SupervisedTask
 from pekoe.pipeline.train.supervised_tasks import LogprobTask, ScoreTask
 from pekoe.pipeline.train.trainer_group import TrainerGroup
@@ -43,7 +45,7 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     set_phase("forming the trainer group")
     form_trainer_group(context)
     set_phase("loading the model")
-    engine = build_engine(context)
+    engine = build_engine(config, config.actor, TrainerRank.of(context), head="value" if config.task == "rw" else "lm")
     reference = build_reference(context) if config.task == "dpo" else None
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
     if context.start.checkpoint:
@@ -52,24 +54,16 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     set_phase("reading the data")
     group = TrainerGroup(context.torch_device)
     rows_of_step, rows_of_validation = row_functions(context, group)
+    orders = head_orders(context, inbox, {ENGINE: engine}, checkpoints)
     parts = SupervisedParts(
-        post=world.post,
-        inbox=inbox,
-        head=HEAD,
-        engine=engine,
+        orders=orders,
         task=build_task(context, engine, reference, group),
         rows_of_step=rows_of_step,
         rows_of_validation=rows_of_validation,
-        checkpoint_folder=checkpoints.part,
-        other_files=lambda: {rng_file(world.rank): capture_rng_state(context.device)},
-        start_thread=world.start,
-        export_folder=lambda path: context.run.path / path,
-        set_phase=set_phase,
         set_version=world.set_version,
-        asynchronous=config.recover.asynchronous,
     )
     learner = SupervisedLearner(parts, context.num_steps, context.start.version)
-    context.watch("learner", learner.progress)
+    context.watch("learner", orders.progress)
     if context.is_head:
         crew.start("controller", lambda: lead(context, checkpoints))
     world.post.send(HEAD, Hello("trainer", context.start.version))
@@ -81,28 +75,11 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     return outcome
 
 
-def build_engine(context: RunContext) -> TrainEngine:
-    """The trained model over the trainer ranks: with a value head for rw."""
-    config = context.config
-    engine: TrainEngine = resolve(TRAIN_ENGINES, context.ranks.actor.engine, "allocation")(
-        config.actor,
-        head="value" if config.task == "rw" else "lm",
-        token_logprobs=token_logprobs,
-        token_values=token_values,
-        device=context.device,
-        device_index=context.device_index,
-        weight_dtype=config.rollout.dtype,
-        total_steps=context.num_steps,
-        seed=config.seed,
-    )
-    return engine
-
-
 def build_reference(context: RunContext) -> TrainEngine:
     """The frozen reference of dpo: `ref`, or without that section the model as the run found it, in its dtype."""
     config = context.config
-    where = TrainerRank(context.ranks.actor.engine, context.device, context.device_index, context.num_steps)
-    return build_frozen(config, config.ref or RefConfig(dtype=config.actor.dtype), "ref", "lm", where)
+    model = config.ref or RefConfig(dtype=config.actor.dtype)
+    return build_frozen(config, model, "ref", "lm", TrainerRank.of(context))
 
 
 def build_task(

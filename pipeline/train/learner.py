@@ -3,20 +3,17 @@
 Plan      read and verify this rank's rows, answer RowsRead; wait outside of any collective
 Commit    train on them (`training_step.py`) -> StepDone                                        (collective from here)
 Replan    forget the rows
-CheckLogprobs, PublishWeights, ShareWeights, Export
+CheckLogprobs, PublishWeights, ShareWeights
           collective too; the head sends them to all trainer ranks in one order
-Save      copy the state (collective); a saver thread writes it while training goes on, and answers Saved
-RollCall  answer Present: this rank stands at a step boundary
-StopTrainer                    leave, when the save in flight is over
+Save, Export, RollCall, StopTrainer: `head_orders.py`
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,28 +23,19 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.messages import (
     CheckLogprobs,
     Commit,
-    Export,
-    Exported,
-    Inbox,
     LogprobsChecked,
     Message,
     Plan,
-    Post,
-    Present,
     PublishWeights,
     Replan,
-    RollCall,
     RowsRead,
-    Save,
     ShareWeights,
     StepDone,
-    StopTrainer,
     WeightsSent,
     WeightsShared,
 )
 from pekoe.pipeline.records import Finish, PackedBatch, RowKey, Trajectory, pack
-from pekoe.pipeline.train.engine import TrainEngine
-from pekoe.pipeline.train.saver import Saver, StagedSave
+from pekoe.pipeline.train.head_orders import ORDERS, HeadOrders
 from pekoe.pipeline.train.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -57,9 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INBOX_KINDS: tuple[type[Message], ...] = (
-    Plan, Commit, Replan, CheckLogprobs, PublishWeights, ShareWeights, Save, Export, RollCall, StopTrainer,
-)  # fmt: skip
+INBOX_KINDS: tuple[type[Message], ...] = (Plan, Commit, Replan, CheckLogprobs, PublishWeights, ShareWeights, *ORDERS)
 
 
 class BadRowsError(Exception):
@@ -74,13 +60,8 @@ class BadRowsError(Exception):
 class LearnerParts:
     """What `runs/rl_trainer.py` passes in."""
 
-    post: Post
-    inbox: Inbox
-    head: int
-    engine: TrainEngine
-    """The actor's: its weights are published."""
-    saved: Mapping[str, TrainEngine]
-    """What a checkpoint holds, by its folder in it: the actor, and the critic where there is one."""
+    orders: HeadOrders
+    """The engine there is the actor's: its weights are published."""
     read_rows: Callable[[Sequence[RowKey]], list[tuple[int, Trajectory]]]
     """In the order of the keys; raises BadRowsError."""
     step: TrainingStep
@@ -90,14 +71,6 @@ class LearnerParts:
     share_weights: Callable[[int, Sequence[TensorSpec], Iterator[tuple[str, torch.Tensor]]], str]
     """Writes a version to disk for attached worlds; gives the token that they know it by."""
     check_sequences: list[list[int]]
-    checkpoint_folder: Callable[[int], Path]
-    """Where the checkpoint of a version is being put together; the same on all ranks."""
-    other_files: Callable[[], dict[str, bytes]]
-    """What belongs into a checkpoint beside the engines, by file name: this rank's random states as they are now."""
-    start_thread: Callable[[str, Callable[[], None]], None]
-    """Runs something beside the learner; what it raises ends the run."""
-    export_folder: Callable[[str], Path]
-    set_phase: Callable[[str], None]
     set_version: Callable[[int], None]
 
 
@@ -115,22 +88,13 @@ class Learner:
     def __init__(self, config: RunConfig, parts: LearnerParts, version: int) -> None:
         self.config, self.parts, self.version = config, parts, version
         self.rows: Rows | None = None
-        self.num_handled = 0
-        self.is_busy = False
-        self.saver = Saver(parts.post, parts.head, parts.start_thread, config.recover.asynchronous)
-
-    def progress(self) -> tuple[float, bool]:
-        """(orders handled, one is being handled): for the watchdog."""
-        return float(self.num_handled), self.is_busy
+        self.orders = parts.orders
+        self.post, self.head = self.orders.parts.post, self.orders.parts.head
+        self.engine, self.set_phase = self.orders.parts.engine, self.orders.parts.set_phase
 
     def run(self) -> str:
         """Until StopTrainer; returns its reason."""
-        while True:
-            self.parts.set_phase("waiting for the head")
-            self.is_busy = False
-            _, message = self.parts.inbox.get()
-            self.num_handled, self.is_busy = self.num_handled + 1, True
-            self.parts.set_phase(type(message).__name__)
+        for message in self.orders.of_learner():
             match message:
                 case Plan():
                     self.read(message)
@@ -144,17 +108,9 @@ class Learner:
                     self.publish(message)
                 case ShareWeights():
                     self.share(message)
-                case Save():
-                    self.save(message)
-                case Export():
-                    self.export(message)
-                case RollCall():
-                    self.parts.post.send(self.parts.head, Present(message.number))
-                case StopTrainer():
-                    self._wait_for_saver()
-                    return message.reason
                 case _:
                     raise AssertionError(f"the learner cannot handle {message!r}")
+        return self.orders.outcome
 
     def read(self, plan: Plan) -> None:
         """Reads this rank's rows; bad ones are told to the head, which replaces their groups."""
@@ -167,11 +123,11 @@ class Learner:
         try:
             read = iter(self.parts.read_rows(keys))
         except BadRowsError as error:
-            self.parts.post.send(self.parts.head, RowsRead(plan.version, plan.round, error.bad))
+            self.post.send(self.head, RowsRead(plan.version, plan.round, error.bad))
             return
         batches = [[pack([next(read) for _ in rows]) for rows in minibatch] for minibatch in plan.minibatches]
         self.rows = Rows(plan, batches)
-        self.parts.post.send(self.parts.head, RowsRead(plan.version, plan.round))
+        self.post.send(self.head, RowsRead(plan.version, plan.round))
 
     def step(self, commit: Commit) -> None:
         """Trains on the rows that were read: version + 1, whatever the number of updates."""
@@ -179,87 +135,52 @@ class Learner:
         if rows is None or (rows.plan.version, rows.plan.round) != (commit.version, commit.round):
             raise AssertionError(f"{commit} without its plan")
         began = time.monotonic()
-        stats = self.parts.step.run(rows.plan, rows.batches, self.parts.set_phase)
+        stats = self.parts.step.run(rows.plan, rows.batches, self.set_phase)
         self.version = commit.version + 1
         self.parts.set_version(self.version)
-        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, stats))
+        self.post.send(self.head, StepDone(self.version, time.monotonic() - began, stats))
 
     def publish(self, message: PublishWeights) -> None:
         """Streams the weights; the head rank reports, with the log-probs of the check sequences."""
         began = time.monotonic()
-        engine = self.parts.engine
         error, disk_is_full = "", False
         try:
-            self.parts.send_weights(message, engine.weight_specs(), engine.weights())
+            self.parts.send_weights(message, self.engine.weight_specs(), self.engine.weights())
         except (self.parts.transfer_error, OSError) as failure:
             logger.exception("sending version %d failed", message.version)
             error = f"{type(failure).__name__}: {failure}"[:2000]
             disk_is_full = isinstance(failure, OSError) and files.is_full(failure)
         check = [float(x) for x in self._check_logprobs()]
-        self._tell_from_first(WeightsSent(message.version, time.monotonic() - began, tuple(check), error, disk_is_full))
+        self.orders.answer_from_first(
+            WeightsSent(message.version, time.monotonic() - began, tuple(check), error, disk_is_full)
+        )
 
     def share(self, message: ShareWeights) -> None:
         """Writes the weights for attached worlds; the head rank reports."""
         began = time.monotonic()
         if message.version != self.version:
             raise AssertionError(f"{message} at version {self.version}")
-        engine = self.parts.engine
         token, error, disk_is_full = "", "", False
         try:
-            token = self.parts.share_weights(message.version, engine.weight_specs(), engine.weights())
+            token = self.parts.share_weights(message.version, self.engine.weight_specs(), self.engine.weights())
         except (self.parts.transfer_error, OSError) as failure:
             logger.exception("version %d could not be written for attached worlds", message.version)
             error = f"{type(failure).__name__}: {failure}"[:2000]
             disk_is_full = isinstance(failure, OSError) and files.is_full(failure)
         seconds = time.monotonic() - began
-        self._tell_from_first(WeightsShared(message.version, seconds, token, error, disk_is_full))
-
-    def export(self, message: Export) -> None:
-        """A Hugging Face folder; without room for it nothing of it stays, and the head is told."""
-        error = ""
-        try:
-            self.parts.engine.export_hf(self.parts.export_folder(message.path))
-        except OSError as failure:
-            if not files.is_full(failure):
-                raise
-            logger.exception("the export of version %d failed", message.version)
-            error = str(failure)[:2000]
-        self._tell_from_first(Exported(message.version, message.path, error, bool(error)))
+        self.orders.answer_from_first(WeightsShared(message.version, seconds, token, error, disk_is_full))
 
     def check_logprobs(self, message: CheckLogprobs) -> None:
         """By the weights as they are: what engines are compared with before anything is sampled."""
         check = tuple(float(x) for x in self._check_logprobs())
-        self._tell_from_first(LogprobsChecked(message.version, check))
+        self.orders.answer_from_first(LogprobsChecked(message.version, check))
 
     def _check_logprobs(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """Token-aligned, of all check sequences end to end, at the sampling temperature."""
         rows = [(0, _bare_trajectory(ids)) for ids in self.parts.check_sequences]
-        (found,) = self.parts.engine.forward([pack(rows)], self.config.gconfig.temperature)
+        (found,) = self.engine.forward([pack(rows)], self.config.gconfig.temperature)
         values: np.ndarray[tuple[int], np.dtype[np.float32]] = found.cpu().numpy()
         return values
-
-    def save(self, message: Save) -> None:
-        """Copies this rank's part of a checkpoint and has it written; the head commits when all have answered.
-
-        A save that is still in flight is waited for: there is one copy, and collectives keep their order.
-        """
-        began = time.monotonic()
-        self._wait_for_saver()
-        self.parts.set_phase("staging the checkpoint")
-        staged = {name: engine.stage() for name, engine in self.parts.saved.items()}
-        others = self.parts.other_files()
-        folder = self.parts.checkpoint_folder(message.version)
-        stage_seconds = time.monotonic() - began
-        self.saver.begin(StagedSave(message.version, folder, staged, others, began, stage_seconds))
-
-    def _wait_for_saver(self) -> None:
-        if self.saver.is_busy:
-            self.parts.set_phase("waiting for the last save to be written")
-            self.saver.wait()
-
-    def _tell_from_first(self, message: Message) -> None:
-        if self.parts.post.rank == self.parts.head:
-            self.parts.post.send(self.parts.head, message)
 
 
 def _bare_trajectory(ids: Sequence[int]) -> Trajectory:

@@ -2,10 +2,7 @@
 
 Commit     the rows of a step (an order that every rank works out for itself) -> one optimiser update -> StepDone
 Evaluate   some validation examples, forward only -> EvaluationPart                          (collective, like a step)
-Save       copy the state (collective); a saver thread writes it while training goes on, and answers Saved
-Export     a Hugging Face folder (collective) -> Exported
-RollCall   answer Present: this rank stands at a step boundary
-StopTrainer                    leave, when the save in flight is over
+Save, Export, RollCall, StopTrainer: `head_orders.py`
 
 No rank waits inside of a collective for anything but its peers' arithmetic.
 """
@@ -16,34 +13,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from pekoe.pipeline import files
-from pekoe.pipeline.messages import (
-    Commit,
-    Evaluate,
-    EvaluationPart,
-    Export,
-    Exported,
-    Inbox,
-    Message,
-    Post,
-    Present,
-    RollCall,
-    Save,
-    StepDone,
-    StopTrainer,
-)
-from pekoe.pipeline.observe.phases import SetPhase
+from pekoe.pipeline.messages import Commit, Evaluate, EvaluationPart, Message, StepDone
 from pekoe.pipeline.records import PackedBatch
-from pekoe.pipeline.train.checkpoint import ENGINE
-from pekoe.pipeline.train.engine import TrainEngine
-from pekoe.pipeline.train.saver import Saver, StagedSave
+from pekoe.pipeline.train.head_orders import ORDERS, HeadOrders
 
 logger = logging.getLogger(__name__)
 
-INBOX_KINDS: tuple[type[Message], ...] = (Commit, Evaluate, Save, Export, RollCall, StopTrainer)
+INBOX_KINDS: tuple[type[Message], ...] = (Commit, Evaluate, *ORDERS)
 AS_THEY_ARE = ("loss", "labels", "pairs", "grad_norm", "lr", "update_skipped")
 """Of a step's statistics; the others are sums over pairs, and are told as means."""
 
@@ -77,23 +55,13 @@ class SupervisedTask(Protocol):
 class SupervisedParts:
     """What `runs/supervised_trainer.py` passes in."""
 
-    post: Post
-    inbox: Inbox
-    head: int
-    engine: TrainEngine
+    orders: HeadOrders
     task: SupervisedTask
     rows_of_step: Callable[[int], RankRows]
     """Of the step at a version; collective."""
     rows_of_validation: Callable[[int, int], RankRows]
     """(first, count) validation examples; collective."""
-    checkpoint_folder: Callable[[int], Path]
-    other_files: Callable[[], dict[str, bytes]]
-    start_thread: Callable[[str, Callable[[], None]], None]
-    export_folder: Callable[[str], Path]
-    set_phase: SetPhase
     set_version: Callable[[int], None]
-    asynchronous: bool
-    """Checkpoints are written beside training."""
 
 
 class SupervisedLearner:
@@ -101,48 +69,31 @@ class SupervisedLearner:
 
     def __init__(self, parts: SupervisedParts, num_steps: int, version: int) -> None:
         self.parts, self.num_steps, self.version = parts, num_steps, version
-        self.num_handled = 0
-        self.is_busy = False
-        self.saver = Saver(parts.post, parts.head, parts.start_thread, parts.asynchronous)
-
-    def progress(self) -> tuple[float, bool]:
-        """(orders handled, one is being handled): for the watchdog."""
-        return float(self.num_handled), self.is_busy
+        self.orders = parts.orders
+        self.post, self.head = self.orders.parts.post, self.orders.parts.head
+        self.engine, self.set_phase = self.orders.parts.engine, self.orders.parts.set_phase
 
     def run(self) -> str:
         """Until StopTrainer; returns its reason."""
-        while True:
-            self.parts.set_phase("waiting for the head")
-            self.is_busy = False
-            _, message = self.parts.inbox.get()
-            self.num_handled, self.is_busy = self.num_handled + 1, True
-            self.parts.set_phase(type(message).__name__)
+        for message in self.orders.of_learner():
             match message:
                 case Commit():
                     self.step(message)
                 case Evaluate():
                     self.evaluate(message)
-                case Save():
-                    self.save(message)
-                case Export():
-                    self.export(message)
-                case RollCall():
-                    self.parts.post.send(self.parts.head, Present(message.number))
-                case StopTrainer():
-                    self._wait_for_saver()
-                    return message.reason
                 case _:
                     raise AssertionError(f"the learner cannot handle {message!r}")
+        return self.orders.outcome
 
     def step(self, commit: Commit) -> None:
         """Version + 1, whatever was left to train on; without any row nothing is touched, on all ranks alike."""
         if commit.version != self.version:
             raise AssertionError(f"{commit} at version {self.version}")
         began = time.monotonic()
-        self.parts.set_phase("reading rows")
+        self.set_phase("reading rows")
         rows = self.parts.rows_of_step(commit.version)
-        self.parts.set_phase("training")
-        self.parts.engine.set_progress(self.version / max(self.num_steps, 1))
+        self.set_phase("training")
+        self.engine.set_progress(self.version / max(self.num_steps, 1))
         found = dict(rows.figures)
         if rows.batches:
             found |= derive_figures(self.parts.task.train(rows), "train")
@@ -151,7 +102,7 @@ class SupervisedLearner:
             found["train/update_skipped"] = 1.0
         self.version = commit.version + 1
         self.parts.set_version(self.version)
-        self.parts.post.send(self.parts.head, StepDone(self.version, time.monotonic() - began, found))
+        self.post.send(self.head, StepDone(self.version, time.monotonic() - began, found))
 
     def evaluate(self, message: Evaluate) -> None:
         """Sums, so that parts of an evaluation add up: `loss` is weighted by what it is a mean over."""
@@ -161,39 +112,7 @@ class SupervisedLearner:
             found = self.parts.task.evaluate(rows)
             weight = found["pairs"] if "pairs" in found else found["labels"]
             sums |= {**found, "loss": found["loss"] * weight, "weight": weight}
-        self.parts.post.send(self.parts.head, EvaluationPart(message.version, message.first, sums))
-
-    def save(self, message: Save) -> None:
-        """Copies this rank's part of a checkpoint and has it written; the head commits when all have answered.
-
-        A save that is still in flight is waited for: there is one copy, and collectives keep their order.
-        """
-        began = time.monotonic()
-        self._wait_for_saver()
-        self.parts.set_phase("staging the checkpoint")
-        staged = {ENGINE: self.parts.engine.stage()}
-        others = self.parts.other_files()
-        folder = self.parts.checkpoint_folder(message.version)
-        stage_seconds = time.monotonic() - began
-        self.saver.begin(StagedSave(message.version, folder, staged, others, began, stage_seconds))
-
-    def export(self, message: Export) -> None:
-        """A Hugging Face folder; without room for it nothing of it stays, and the head is told."""
-        error = ""
-        try:
-            self.parts.engine.export_hf(self.parts.export_folder(message.path))
-        except OSError as failure:
-            if not files.is_full(failure):
-                raise
-            logger.exception("the export of version %d failed", message.version)
-            error = str(failure)[:2000]
-        if self.parts.post.rank == self.parts.head:
-            self.parts.post.send(self.parts.head, Exported(message.version, message.path, error, bool(error)))
-
-    def _wait_for_saver(self) -> None:
-        if self.saver.is_busy:
-            self.parts.set_phase("waiting for the last save to be written")
-            self.saver.wait()
+        self.post.send(self.head, EvaluationPart(message.version, message.first, sums))
 
 
 def derive_figures(sums: Mapping[str, float], area: str) -> dict[str, float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from pekoe.pipeline.records import PackedBatch
+from pekoe.pipeline.train.companions import add_logprobs
 from pekoe.pipeline.train.engine import LossFunction, TrainEngine, ValueLossFunction
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
+from pekoe.pipeline.train.step_statistics import Over
 from pekoe.pipeline.train.supervised_learner import RankRows
 
 TEMPERATURE = 1.0
@@ -18,30 +18,24 @@ TEMPERATURE = 1.0
 Sums = dict[str, torch.Tensor]
 
 
-class SumOverRanks(Protocol):
-    """All-reduces a tensor over the trainer ranks."""
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-
 @dataclass
 class LogprobTask:
     """sft and dpo: a loss on token log-probs."""
 
     engine: TrainEngine
-    ranks: SumOverRanks
+    ranks: Over
     make_loss: Callable[[RankRows], LossFunction]
     reference: TrainEngine | None = None
     """Frozen; fills `ref_logprobs` where the loss reads it."""
 
     def train(self, rows: RankRows) -> dict[str, float]:
         """See `SupervisedTask`."""
-        self._add_reference(rows.batches)
+        add_logprobs(self.reference, "ref_logprobs", rows.batches, TEMPERATURE)
         return self.engine.train_batch(rows.batches, self.make_loss(rows), TEMPERATURE)
 
     def evaluate(self, rows: RankRows) -> dict[str, float]:
         """See `SupervisedTask`."""
-        self._add_reference(rows.batches)
+        add_logprobs(self.reference, "ref_logprobs", rows.batches, TEMPERATURE)
         loss = self.make_loss(rows)
         found = self.engine.forward(rows.batches, TEMPERATURE)
         sums = [
@@ -50,20 +44,13 @@ class LogprobTask:
         ]
         return _added(sums, self.ranks)
 
-    def _add_reference(self, batches: Sequence[PackedBatch]) -> None:
-        if self.reference is None:
-            return
-        found = self.reference.forward(batches, TEMPERATURE)
-        for batch, logprobs in zip(batches, found, strict=True):
-            batch.extra["ref_logprobs"] = logprobs.cpu().numpy()
-
 
 @dataclass
 class ScoreTask:
     """rw: a loss on the score at each sequence's last token."""
 
     engine: TrainEngine
-    ranks: SumOverRanks
+    ranks: Over
     make_loss: Callable[[RankRows], ValueLossFunction]
 
     def train(self, rows: RankRows) -> dict[str, float]:
@@ -81,7 +68,7 @@ class ScoreTask:
         return _added(sums, self.ranks)
 
 
-def _added(parts: Sequence[Sums], ranks: SumOverRanks) -> dict[str, float]:
+def _added(parts: Sequence[Sums], ranks: Over) -> dict[str, float]:
     """Sums over micro-batches and ranks; every rank has at least one micro-batch, and the same names."""
     names = sorted(parts[0])
     table = torch.stack([torch.stack([part[name].to(torch.float64) for name in names]) for part in parts])

@@ -32,8 +32,9 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.cpu_device import CpuDevice
 from pekoe.pipeline.messages import Plan
 from pekoe.pipeline.records import Trajectory, pack
-from pekoe.pipeline.runs.companion_setup import TrainerRank, build_companions
+from pekoe.pipeline.runs.companion_setup import build_companions
 from pekoe.pipeline.runs.step_setup import build_step
+from pekoe.pipeline.runs.trainer_setup import TrainerRank
 from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
 
 RESAMPLED = 8

@@ -29,6 +29,7 @@ from pekoe.pipeline.messages import RollCall, Save, StopTrainer  # noqa: E402
 from pekoe.pipeline.runs.step_setup import build_step  # noqa: E402
 from pekoe.pipeline.train.checkpoint import ENGINE  # noqa: E402
 from pekoe.pipeline.train.companions import Companions  # noqa: E402
+from pekoe.pipeline.train.head_orders import HeadOrders, OrderParts  # noqa: E402
 from pekoe.pipeline.train.learner import Learner, LearnerParts  # noqa: E402
 
 GROUP_SECONDS = 4.0
@@ -229,15 +230,19 @@ def scenario_seven_resumed(folder, rank, size):
 def learner(engine, folder, asynchronous, thread, more=None):
     """A real learner on this rank's engine (and `more` that are saved); its post is its own."""
     config, post = RunConfig(), LocalPost()
-    config.recover.asynchronous = asynchronous
     inbox = queue.SimpleQueue()
+    orders = HeadOrders(
+        OrderParts(
+            post=post, inbox=inbox, head=0, engine=engine, saved={ENGINE: engine, **(more or {})},
+            checkpoint_folder=lambda version: folder / f"v{version}", other_files=lambda: {"rng-0": b"numbers"},
+            start_thread=thread, export_folder=lambda path: folder / path, set_phase=lambda *_, **__: None,
+            asynchronous=asynchronous,
+        )
+    )  # fmt: skip
     parts = LearnerParts(
-        post=post, inbox=inbox, head=0, engine=engine, saved={ENGINE: engine, **(more or {})},
-        read_rows=lambda keys: [], step=build_step(config, engine, Companions(), 10, torch.device("cpu")),
+        orders=orders, read_rows=lambda keys: [],
+        step=build_step(config, engine, Companions(), 10, torch.device("cpu")),
         transfer_error=RuntimeError, send_weights=lambda *_: None, share_weights=lambda *_: "token", check_sequences=[],
-        checkpoint_folder=lambda version: folder / f"v{version}",
-        other_files=lambda: {"rng-0": b"numbers"},
-        start_thread=thread, export_folder=lambda path: folder / path, set_phase=lambda *_, **__: None,
         set_version=lambda version: None,
     )  # fmt: skip
     return Learner(config, parts, 0), inbox, post
@@ -310,7 +315,7 @@ def broken(engine, folder):
     threading.Thread(target=made.run, daemon=True).start()
     found = raised.get(timeout=60)
     time.sleep(0.2)
-    return (*found, post.box.empty(), made.saver.is_busy)
+    return (*found, post.box.empty(), made.orders.saver.is_busy)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from pekoe.pipeline.control.step import make_plans, rows_of  # noqa: E402
 from pekoe.pipeline.devices.cpu_device import CpuDevice  # noqa: E402
 from pekoe.pipeline.messages import Row  # noqa: E402
 from pekoe.pipeline.records import Finish, Trajectory, pack  # noqa: E402
-from pekoe.pipeline.runs.companion_setup import TrainerRank, build_companions  # noqa: E402
+from pekoe.pipeline.runs.companion_setup import build_companions  # noqa: E402
 from pekoe.pipeline.runs.step_setup import build_step  # noqa: E402
+from pekoe.pipeline.runs.trainer_setup import TrainerRank  # noqa: E402
 
 VERSION = 4
 LENGTHS = {10: (7, 9, 5), 11: (12, 6), 14: (8, 5, 11, 6), 15: (9,), 17: (10, 7)}

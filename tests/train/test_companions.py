@@ -23,7 +23,8 @@ from pekoe.pipeline.config.companions import CriticConfig, RefConfig, RewardMode
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.devices.cpu_device import CpuDevice
 from pekoe.pipeline.records import Finish, Trajectory, pack
-from pekoe.pipeline.runs.companion_setup import TrainerRank, build_companions, cut_evenly
+from pekoe.pipeline.runs.companion_setup import build_companions, cut_evenly
+from pekoe.pipeline.runs.trainer_setup import TrainerRank
 from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
 from pekoe.pipeline.train.reward_models import unit_ends
 from pekoe.pipeline.train.trainer_group import TrainerGroup

@@ -19,7 +19,8 @@ from pekoe.pipeline.config.actor import FsdpConfig, ModelConfig  # noqa: E402
 from pekoe.pipeline.config.companions import CriticConfig, RefConfig, RewardModelConfig, TeacherConfig  # noqa: E402
 from pekoe.pipeline.config.run import RunConfig  # noqa: E402
 from pekoe.pipeline.devices.cpu_device import CpuDevice  # noqa: E402
-from pekoe.pipeline.runs.companion_setup import TrainerRank, build_companions  # noqa: E402
+from pekoe.pipeline.runs.companion_setup import build_companions  # noqa: E402
+from pekoe.pipeline.runs.trainer_setup import TrainerRank  # noqa: E402
 
 TEMPERATURE = world.TEMPERATURE
 WEIGHTS = (0.3, 0.7)
