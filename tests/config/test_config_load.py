@@ -212,7 +212,7 @@ PIECES += ("é", "\u2028", "😀")
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 
 
-@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(TEXTS, TEXTS, st.lists(TEXTS, max_size=3), st.floats(1e-12, 1e6), st.booleans())
 def test_an_effective_configuration_loads_again_to_itself(
     template: str, system: str, stop: list[str], lr: float, partly: bool
