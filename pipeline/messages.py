@@ -136,13 +136,17 @@ class DiskRefused(Message, frozen=True):
     num_groups: int
 
 
+EQUAL_REWARDS = "equal_rewards"
+"""Reason of dynamic sampling for the rejection of a group."""
+
+
 class Rejected(Message, frozen=True):
     """The episodes of a group gave nothing to train on."""
 
     group: int
     try_number: int
     reason: str
-    """`error`, `timeout`, `none` (the workflow returned None), `too_long`, `equal_rewards` (dynamic sampling)."""
+    """`error`, `timeout`, `none` (the workflow returned None), `too_long`, EQUAL_REWARDS."""
     detail: str = ""
     """Traceback or the like, at most a few thousand characters."""
 

@@ -19,7 +19,7 @@ class MicroBatchConfig:
 
 @dataclass
 class NormConfig:
-    """Normalisation of rewards or advantages (ALGORITHMS: Normalisation)."""
+    """Normalisation of rewards or advantages: `(x - mean) / (std + eps)`."""
 
     mean_level: str | None = setting("group", "over what the mean is taken", choices=("batch", "group", None))
     std_level: str | None = setting(

@@ -26,7 +26,6 @@ from typing import Any
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.control.checkpoint_saves import CheckpointSaves
 from pekoe.pipeline.control.disk_watch import DiskWatch
-from pekoe.pipeline.control.dispatcher import EQUAL_REWARDS
 from pekoe.pipeline.control.evaluation import Evaluation
 from pekoe.pipeline.control.group_table import OutstandingGroup
 from pekoe.pipeline.control.logprob_gap import Gap
@@ -35,6 +34,7 @@ from pekoe.pipeline.control.pump import Pump
 from pekoe.pipeline.control.state_orders import StateOrders, is_due
 from pekoe.pipeline.control.training import Training
 from pekoe.pipeline.messages import (
+    EQUAL_REWARDS,
     DiskRefused,
     EngineFailed,
     EngineRestored,

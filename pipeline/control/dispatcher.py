@@ -15,14 +15,12 @@ from pekoe.pipeline.control.admission import Admission
 from pekoe.pipeline.control.attached_worlds import BOARD, GroupBoard
 from pekoe.pipeline.control.group_table import GroupState, GroupTable, OutstandingGroup
 from pekoe.pipeline.control.shelf import Shelf, oldest_version
-from pekoe.pipeline.messages import Assign, Cancel, Finished, Flush, Post, Published, Rejected
+from pekoe.pipeline.messages import EQUAL_REWARDS, Assign, Cancel, Finished, Flush, Post, Published, Rejected
 
 logger = logging.getLogger(__name__)
 
 FAILURES = ("error", "timeout")
 """Reasons of rejection that say that something is broken; the others are decisions of the workflow."""
-EQUAL_REWARDS = "equal_rewards"
-"""Reason of rejection of dynamic sampling."""
 RESAMPLED_BATCHES = 8
 """Batches' worth of groups that dynamic sampling replaces per step, where the configuration does not say."""
 WAITING = "waiting"

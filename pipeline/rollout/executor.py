@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pekoe.pipeline.messages import Assign, AssignEvaluation, Evaluated, Rejected
+from pekoe.pipeline.messages import EQUAL_REWARDS, Assign, AssignEvaluation, Evaluated, Rejected
 from pekoe.pipeline.records import POSITION_BITS, Example, Group, Trajectory
 from pekoe.pipeline.rollout.engine import InferenceEngine
 from pekoe.pipeline.rollout.episode import DETAIL_CHARACTERS, EpisodeIdentity, EpisodePolicy, run_episode
@@ -214,7 +214,7 @@ class Executor:
         else:
             self._num_done += 1
             if is_dropped:
-                self._outlet.on_rejected(Rejected(message.group, message.try_number, "equal_rewards"))
+                self._outlet.on_rejected(Rejected(message.group, message.try_number, EQUAL_REWARDS))
             else:
                 self._outlet.on_group(group)
 

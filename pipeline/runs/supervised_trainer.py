@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -27,7 +27,13 @@ from pekoe.pipeline.runs.trainer_setup import (
 )
 from pekoe.pipeline.train.checkpoint import ENGINE, Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
-from pekoe.pipeline.train.supervised_learner import INBOX_KINDS, SupervisedLearner, SupervisedParts, SupervisedTask
+from pekoe.pipeline.train.supervised_learner import (
+    INBOX_KINDS,
+    RankRows,
+    SupervisedLearner,
+    SupervisedParts,
+    SupervisedTask,
+)
 from pekoe.pipeline.train.supervised_tasks import LogprobTask, ScoreTask
 from pekoe.pipeline.train.trainer_group import TrainerGroup
 
@@ -94,7 +100,9 @@ def build_task(
     return ScoreTask(engine, group, lambda rows: RewardModelLoss(rows.num_examples))
 
 
-def row_functions(context: RunContext, group: TrainerGroup) -> tuple[Callable[[int], Any], Callable[[int, int], Any]]:
+def row_functions(
+    context: RunContext, group: TrainerGroup
+) -> tuple[Callable[[int], RankRows], Callable[[int, int], RankRows]]:
     """(rows of a step by its version, rows of validation examples by first and count)."""
     config, data, ranks = context.config, context.data, context.ranks.trainer_ranks
     planner = RowPlanner(group, ranks.index(context.world.rank), len(ranks), sides(config), config.actor.mb_spec)
@@ -105,7 +113,7 @@ def row_functions(context: RunContext, group: TrainerGroup) -> tuple[Callable[[i
     if config.valid_dataset is not None and data.validation is not None:
         validation = row_source(config, data.validation, config.valid_dataset)
 
-    def of_validation(first: int, count: int) -> Any:
+    def of_validation(first: int, count: int) -> RankRows:
         assert validation is not None
         return planner.rows(validation, [(example, example) for example in range(first, first + count)])
 

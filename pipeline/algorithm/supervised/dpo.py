@@ -10,16 +10,13 @@ The loss is the mean over the pairs of the whole batch over all ranks, so shares
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pekoe.pipeline.algorithm.policy_terms import Batch
 from pekoe.pipeline.algorithm.supervised.pairs import labelled_means, labelled_sums, split_pairs
 from pekoe.pipeline.config.companions import DpoConfig
-
-Batch = Mapping[str, Tensor]
 
 
 class DpoLoss:

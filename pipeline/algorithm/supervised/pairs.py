@@ -10,9 +10,6 @@ from torch import Tensor
 
 from pekoe.pipeline.algorithm.segments import segment_mean, segment_sum, sequence_index
 
-CHOSEN, REJECTED = 0, 1
-"""`samples` of a packed batch: the side of the pair."""
-
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """(chosen [P], rejected [P]) of one value a sequence [S]. ValueError when a pair is torn."""

@@ -5,16 +5,13 @@ The loss is the mean over the pairs of the whole batch over all ranks, so shares
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pekoe.pipeline.algorithm.policy_terms import Batch
 from pekoe.pipeline.algorithm.supervised.dpo import pair_statistics
 from pekoe.pipeline.algorithm.supervised.pairs import split_pairs
-
-Batch = Mapping[str, Tensor]
 
 
 class RewardModelLoss:

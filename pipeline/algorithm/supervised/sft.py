@@ -5,12 +5,10 @@ N is the number of labels of the whole batch over all ranks, so the shares of mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-Batch = Mapping[str, Tensor]
+from pekoe.pipeline.algorithm.policy_terms import Batch
 
 
 class SftLoss:
