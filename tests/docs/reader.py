@@ -14,6 +14,8 @@ from documented_commands import ROOT
 
 CI_RUNS = (".venv/bin/ruff check", "mkdir -p build/typing", "pre-commit install", "./scripts/setup_venv.sh")
 """Beginnings of lines that are what `.ci/run` or git itself does with this very checkout."""
+LANE_FOLDERS = "tests/docs tests/slurm/test_documented_commands.py tests/vllm/test_vllm_documented_commands.py"
+"""Tests of the lanes that the pages name."""
 VLLM_STAMP = ROOT / os.environ.get("PEKOE_VENV_VLLM", ".venv-vllm") / "pekoe-setup"
 
 
@@ -32,7 +34,8 @@ class Reader:
             return
         text, environment = line, self.environment()
         if line.startswith("./scripts/test.sh"):
-            environment["PYTEST_ADDOPTS"] = "--collect-only"
+            # All tests are collected once; to name a lane it takes a folder.
+            environment["PYTEST_ADDOPTS"] = f"--collect-only {LANE_FOLDERS if line.split()[1:] else ''}"
             if not VLLM_STAMP.exists():
                 # Only some lanes were asked for, without vLLM: making its environment is not what is under test here.
                 text = line if line.split()[1:] else f"{line} core slurm kernels trainers"
