@@ -11,7 +11,6 @@ import torch.distributed as dist
 from pekoe.pipeline.algorithm.supervised.dpo import DpoLoss
 from pekoe.pipeline.algorithm.supervised.reward_model import RewardModelLoss
 from pekoe.pipeline.algorithm.supervised.sft import SftLoss
-from pekoe.pipeline.config.companions import RefConfig
 from pekoe.pipeline.config.tasks import sides
 from pekoe.pipeline.messages import Hello
 from pekoe.pipeline.runs.companion_setup import build_frozen
@@ -51,8 +50,12 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
     set_phase("forming the trainer group")
     form_trainer_group(context)
     set_phase("loading the model")
-    engine = build_engine(config, config.actor, TrainerRank.of(context), head="value" if config.task == "rw" else "lm")
-    reference = build_reference(context) if config.task == "dpo" else None
+    where = TrainerRank.of(context)
+    engine = build_engine(config, config.actor, where, head="value" if config.task == "rw" else "lm")
+    reference = None
+    if config.task == "dpo":
+        assert config.ref is not None, "given when a configuration is loaded"
+        reference = build_frozen(config, config.ref, "ref", "lm", where)
     checkpoints = Checkpoints(context.run, config.recover.keep, world.attempt)
     if context.start.checkpoint:
         set_phase("loading the checkpoint")
@@ -79,13 +82,6 @@ def train(context: RunContext, crew: Crew, lead: Callable[..., None]) -> str:
         reference.close()
     dist.destroy_process_group()
     return outcome
-
-
-def build_reference(context: RunContext) -> TrainEngine:
-    """The frozen reference of dpo: `ref`, or without that section the model as the run found it, in its dtype."""
-    config = context.config
-    model = config.ref or RefConfig(dtype=config.actor.dtype)
-    return build_frozen(config, model, "ref", "lm", TrainerRank.of(context))
 
 
 def build_task(
