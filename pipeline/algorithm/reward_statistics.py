@@ -7,7 +7,7 @@ number of them.
     turn_reward_sum          where a turn has one
     over advantage_tokens    return_squares, return_error, return_error_squares (return - value): explained variance is
                              1 - Var(error) / Var(return)                                        (with a critic)
-    reward_groups            groups that train; zero_variance_groups: whose shaped rewards are all equal
+    reward_groups            groups that train; zero_variance_groups: whose shaped rewards, of turns, too, are all equal
     maximum                  advantage_abs_max
 
 Legend: M tokens of a rank laid end to end, S sequences.
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pekoe.pipeline.algorithm.normalise import RewardRows
 from pekoe.pipeline.algorithm.reduction import Reduction
+from pekoe.pipeline.algorithm.segments import segment_sum
 from pekoe.pipeline.records import Float64
 
 OPTIONAL = {
@@ -98,12 +99,24 @@ class StepFigures:
         }
 
 
-def group_statistics(rows: RewardRows) -> dict[str, float]:
-    """From all ranks' rows: how many groups train, and in how many the shaped rewards are all equal."""
-    groups, rewards = rows.groups[rows.keep], rows.rewards[rows.keep]
+def turn_marks(turn_rewards: Tensor, turns: Tensor, index: Tensor, num_sequences: int) -> Float64:
+    """[S] a number for what each sequence's turns have earned: equal where that is equal turn by turn.
+
+    Cosines of whole numbers are linearly independent over the rationals: other rewards have other sums.
+    """
+    return segment_sum(turn_rewards * torch.cos(turns.double() + 1), index, num_sequences).numpy()
+
+
+def group_statistics(rows: RewardRows, marks: Float64) -> dict[str, float]:
+    """From all ranks' rows and `turn_marks` [S]: how many groups train, and in how many the shaped rewards are all
+    equal, those of turns, too."""
+    groups, earned = rows.groups[rows.keep], np.stack([rows.rewards, marks])[:, rows.keep]
     if not len(groups):
         return {"reward_groups": 0.0, "zero_variance_groups": 0.0}
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - 1))
-    lowest, highest = np.minimum.reduceat(rewards[order], starts), np.maximum.reduceat(rewards[order], starts)
-    return {"reward_groups": float(len(starts)), "zero_variance_groups": float((lowest == highest).sum())}
+    lowest, highest = (bound.reduceat(earned[:, order], starts, axis=1) for bound in (np.minimum, np.maximum))
+    return {
+        "reward_groups": float(len(starts)),
+        "zero_variance_groups": float((lowest == highest).all(axis=0).sum()),
+    }

@@ -24,9 +24,9 @@ from pekoe.pipeline.algorithm.estimator_terms import Estimator, EstimatorTerms
 from pekoe.pipeline.algorithm.kl import kl_reward
 from pekoe.pipeline.algorithm.normalise import RewardRows, normalise_rewards, normalise_tokens
 from pekoe.pipeline.algorithm.reduction import Reduction
-from pekoe.pipeline.algorithm.reward_statistics import StepFigures, group_statistics
+from pekoe.pipeline.algorithm.reward_statistics import StepFigures, group_statistics, turn_marks
 from pekoe.pipeline.algorithm.rewards import overlong_penalty, place_outcomes, place_turn_rewards, shape_rewards
-from pekoe.pipeline.algorithm.segments import segment_sum
+from pekoe.pipeline.algorithm.segments import segment_sum, sequence_index
 from pekoe.pipeline.config.actor import ActorConfig
 from pekoe.pipeline.records import Float64, Int64, PackedBatch
 from pekoe.pipeline.registry import ADVANTAGE_ESTIMATORS, resolve
@@ -89,10 +89,11 @@ def find_advantages(
     penalty = overlong_penalty(rank.num_sampled, max_new_tokens, config)
     shaped = shape_rewards(raw + penalty, config.reward_bias, config.reward_scaling, config.reward_clip)
     own = RewardRows(shaped, rank.groups, rank.samples, rank.trains)
-    table = over.gather(np.stack([own.rewards, own.groups, own.samples, own.keep], axis=1).astype(np.float64))
+    turn_rewards = rank.turn_rewards(config)
+    marks = turn_marks(turn_rewards, rank.turns, sequence_index(rank.cu_seqlens), len(own.keep))
+    table = over.gather(np.stack([own.rewards, own.groups, own.samples, own.keep, marks], axis=1).astype(np.float64))
     voters = RewardRows(table[:, 0], table[:, 1].astype(np.int64), table[:, 2].astype(np.int64), table[:, 3] > 0)
     outcomes = torch.from_numpy(normalise_rewards(own, config.reward_norm, voters))
-    turn_rewards = rank.turn_rewards(config)
     kl = rank.kl_reward(config)
     rewards = place_outcomes(outcomes, rank.mask, rank.cu_seqlens) + turn_rewards
     is_token_unit = config.gae_unit == "token"
@@ -114,7 +115,7 @@ def find_advantages(
         rank.trains, raw, shaped, penalty, rank.mask, turn_rewards, kl if config.kl_ctl else None, advantages, returns,
         values,
     )  # fmt: skip
-    return Advantages(advantages, returns.double(), figures.sums(over) | group_statistics(voters))
+    return Advantages(advantages, returns.double(), figures.sums(over) | group_statistics(voters, table[:, 4]))
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,17 @@ def test_outcome_and_turn_rewards_both_arrive():
     assert sums["turn_reward_sum"] == 0.5
 
 
+@pytest.mark.parametrize(("second", "equal"), [([0.5, 0, 0.5], 1), ([0.5, 0.5, 0], 0), ([0.5, 0, 0], 0)])
+def test_a_group_is_of_zero_variance_when_its_turns_are_equal_too(second: list[float], equal: int):
+    """The outcome is 0 for all; turns of any length, the same sum earned at another turn is something else."""
+    row, other = trajectory([0, 1, 0, 1, 0, 1]), trajectory([0, 1, 1, 0, 1, 0, 0, 1], sample=1)
+    given = np.zeros(14)
+    given[[1, 5]] = 0.5
+    given[[6 + 2, 6 + 4, 6 + 7]] = second
+    sums = run([packed((0, row), (0, other), turn_rewards=given)], **NO_NORM)[2]
+    assert (sums["reward_groups"], sums["zero_variance_groups"]) == (1, equal)
+
+
 def test_turn_rewards_need_not_be_in_every_micro_batch():
     first = packed((0, trajectory([0, 1], 0.0)), turn_rewards=[0, 2.0])
     second = packed((0, trajectory([0, 1], 1.0, sample=1)))
