@@ -116,6 +116,13 @@ def _check_supervised(config: RunConfig, findings: Findings) -> None:
             "actor.mb_spec.max_sequences_per_mb", spec.max_sequences_per_mb,
             f"holds no pair of task {config.task}; allowed: >= 2, or null",
         )  # fmt: skip
+    for name in ("ppo_n_minibatches", "ppo_epochs"):
+        value = getattr(config.actor, name)
+        if value > 1:
+            findings.warn(
+                f"actor.{name}", value, f"has no effect in task {config.task}: a step is one update on "
+                "train_dataset.batch_size examples, total_train_epochs are the passes over all of them",
+            )  # fmt: skip
 
 
 def check_task_placement(config: RunConfig, placement: PlacementFacts, findings: Findings) -> None:

@@ -153,6 +153,7 @@ def test_what_contradicts_is_refused(overrides: list[str], key: str, words: str)
             "algorithm",
             "has no effect in task sft",
         ),
+        (["task=sft", "train_dataset.type=demonstrations", "actor.ppo_epochs=3"], "actor.ppo_epochs", "a step is one"),
     ],
 )
 def test_what_is_rarely_meant_is_warned_about(overrides: list[str], key: str, words: str) -> None:
