@@ -138,7 +138,9 @@ def test_a_packed_environment_is_unpacked_once_on_each_node(cluster: Cluster, tm
     wrapper = f"{PYTHON} -I -S {ROOT / 'launch' / 'packed_environment.py'} {archive} --seconds 60"
     show = tmp_path / "show.py"
     show.write_text(
-        "import os, sys\nprint('inside', os.environ['SLURMD_NODENAME'], os.environ['PMI_RANK'], sys.prefix)\n"
+        "import os, sys\n"
+        "line = f\"inside {os.environ['SLURMD_NODENAME']} {os.environ['PMI_RANK']} {sys.prefix}\\n\"\n"
+        "os.write(1, line.encode())  # one write: tasks share the output\n"
     )
     disk = f"{cluster.home}/tmp-$SLURMD_NODENAME"
     job = cluster.sbatch(
