@@ -89,8 +89,9 @@ class StateOrders:
     def export(self, version: int) -> None:
         """A Hugging Face folder of this version; left to the resumed run when a stop comes before it is begun, or while
         there is no room for it."""
-        path, began = str(EXPORTS / f"step-{version}"), time.monotonic()
+        path = str(EXPORTS / f"step-{version}")
         while self.exported_version != version and not self.stop.requested():
+            began = time.monotonic()
             self.exported.pop(path, None)
             self.tell(Export(version, path))
             done = self.pump.wait(lambda: self.exported.get(path), "the export", on=lambda: self.trainer_ranks[:1])
@@ -99,7 +100,7 @@ class StateOrders:
                 continue
             self.pump.disk.accept("an export")
             self.exported_version = version
-        self.stop.step_seconds = max(self.stop.step_seconds, time.monotonic() - began)
+            self.stop.step_seconds = max(self.stop.step_seconds, time.monotonic() - began)
 
     def tell(self, message: Message) -> None:
         """To all trainer ranks, in one order."""

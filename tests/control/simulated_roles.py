@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class Faults:
     save: Callable[[World, Save], None] = lambda world, message: world.tell_saved(message)
     export_refused: str = ""
     """Why an export finds no room."""
+    export_seconds: float = 0.0
     weights_refused: str = ""
     """Why the files of the weights find no room."""
     answers_roll_call: bool = True
@@ -259,6 +261,7 @@ class World:
                     if self.faults.answers_roll_call:
                         self._tell(0, Present(message.number))
                 case Export():
+                    time.sleep(self.faults.export_seconds)
                     refused = self.faults.export_refused
                     self._tell(0, Exported(message.version, message.path, refused, bool(refused)))
                 case StopTrainer():

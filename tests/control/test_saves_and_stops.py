@@ -324,6 +324,16 @@ def test_a_pause_for_room_is_not_taken_for_the_length_of_a_step() -> None:
     assert 0.0 < world.controller.parts.stop.step_seconds < 0.5
 
 
+def test_an_export_counts_as_a_step_without_its_pause_for_room() -> None:
+    faults = Faults(export_refused=str(FULL), export_seconds=0.2)
+    world = World(config(freq=100), 8, 2, faults=faults)
+    world.config.saver.freq_steps = 1
+    threading.Timer(1.5, lambda: setattr(faults, "export_refused", "")).start()
+    assert world.run() == "finished"
+    assert world.post.sent["Export"] > 2
+    assert 0.2 <= world.controller.parts.stop.step_seconds < 1.0
+
+
 def test_the_time_of_a_save_is_remembered_over_an_attempt_that_has_not_measured_its_own() -> None:
     world = World(config(freq=2, asynchronous=False), 30, 4)
     world.save_seconds = 7.0
