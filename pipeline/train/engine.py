@@ -69,7 +69,8 @@ class StagedState(Protocol):
 
     def write(self, folder: Path) -> tuple[WrittenFile, ...]:
         """Collective over the trainer ranks, once, on any one thread, while the engine trains on: the durable files of
-        this rank, named relative to `folder`. OSError on all ranks when one cannot write, with its errno there."""
+        this rank, named relative to `folder`, whose own entries the caller makes durable. OSError on all ranks when one
+        cannot write, with its errno there."""
         ...
 
     def discard(self) -> None:

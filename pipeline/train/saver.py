@@ -84,6 +84,9 @@ def write_save(save: StagedSave) -> Saved:
         for engine_folder, staged in save.engines.items():
             for file in staged.write(save.folder / engine_folder):
                 written.append(WrittenFile(f"{engine_folder}/{file.name}", file.num_bytes, file.blake2b))
+        # Only now, where no collective follows, may something fail on this rank alone.
+        for engine_folder in save.engines:
+            files.fsync_folder(save.folder / engine_folder)
         for name, content in sorted(save.others.items()):
             with files.create(save.folder / name) as file_out:
                 file_out.write(content)

@@ -29,8 +29,9 @@ LATE_SECONDS = 60.0
 def write_sharded(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> tuple[WrittenFile, ...]:
     """Collective over `group`, from any one thread: this rank's part of `state` (sharded tensors in host memory).
 
-    Gives the files that this rank has written, named relative to `folder`. When a rank fails, all ranks raise: OSError
-    for a failure of the disk (with its errno where it happened), RuntimeError for anything else.
+    Gives the files that this rank has written, named relative to `folder`, whose entries the caller makes durable:
+    nothing may fail here on one rank alone, since its peers may go on to the next collective. When a rank fails, all
+    ranks raise: OSError for a failure of the disk (with its errno where it happened), RuntimeError for anything else.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -41,7 +42,6 @@ def write_sharded(state: dict[str, Any], folder: Path, group: dist.ProcessGroup)
         save(state, storage_writer=writer, process_group=group)
     except CheckpointException as failure:
         raise _as_plain_error(folder, failure, dist.get_rank(group)) from failure
-    files.fsync_folder(folder)
     return tuple(
         WrittenFile(path.relative_to(folder).as_posix(), num_bytes, digest)
         for path, (num_bytes, digest) in sorted(disk.written.items())
