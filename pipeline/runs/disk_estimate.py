@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 17
 """A token in a shard: id, loss mask, log-prob, version, turn."""
+EXTRA_BYTES = 4
+"""A token's reward of its turn, or log-prob of a teacher."""
+ONE_TURN = ("rlvr",)
+"""Workflows whose rows are a prompt and one completion."""
 ROW_BYTES = 200
 """A row of a shard beside its tokens: numbers, name of the example, info."""
 SHARD_FILE_BYTES = 12_000
@@ -156,19 +160,29 @@ def _state_bytes(dtype: str, model: ModelFacts) -> int:
 
 
 def row_tokens(config: RunConfig) -> int:
-    """Longest row: a prompt (`train_dataset.max_length`, else as long as the completion) and a full completion."""
+    """Longest row: a prompt (`train_dataset.max_length`, else as long as the completion) and a full completion; of a
+    workflow with more turns the context limit, where there is one."""
     prompt = config.train_dataset.max_length or config.gconfig.max_new_tokens
     longest = prompt + config.gconfig.max_new_tokens
     folder = Path(config.actor.path)
     limit = context_limit(config, model_context_limit(folder) if folder.is_dir() else None)
-    return min(longest, limit) if limit is not None else longest
+    if limit is None:
+        return longest
+    return min(longest, limit) if config.workflow.name in ONE_TURN else limit
+
+
+def token_bytes(config: RunConfig) -> int:
+    """Of a token in a shard, with the columns that only some runs have."""
+    has_turns = config.workflow.name not in ONE_TURN
+    has_teacher = config.teacher is not None and config.teacher.place == "engine"
+    return TOKEN_BYTES + EXTRA_BYTES * (has_turns + has_teacher)
 
 
 def step_bytes(config: RunConfig, num_rollouts: int = 1) -> tuple[int, int]:
     """(bytes, files) of the shards of one training step."""
     batch, samples = config.train_dataset.batch_size, config.gconfig.n_samples
     files = min(batch, max(num_rollouts, math.ceil(batch / config.rollout.shard_max_groups)))
-    rows = batch * samples * (TOKEN_BYTES * row_tokens(config) + ROW_BYTES)
+    rows = batch * samples * (token_bytes(config) * row_tokens(config) + ROW_BYTES)
     return rows + files * (SHARD_FILE_BYTES + BLOCK_BYTES // 2), files
 
 

@@ -109,6 +109,16 @@ def test_each_part_by_hand(model: Path) -> None:
     assert [item.name for item in made.items] == ["checkpoints", "exports", "shards", "code, logs"]
 
 
+def test_rows_of_several_turns_and_of_a_teacher_are_longer(model: Path) -> None:
+    """Up to the context limit (2,048), with a reward a turn; log-probs of a teacher on engines beside them."""
+    plain = step_bytes(config_of(model))[0]
+    turns = step_bytes(config_of(model, "workflow: {name: multi_turn}\n"))[0]
+    taught = step_bytes(config_of(model, "teacher: {place: engine}\n"))[0]
+    assert turns - plain == 128 * 8 * (2048 * 21 - 1536 * 17)
+    assert taught - plain == 128 * 8 * 1536 * 4
+    assert step_bytes(config_of(model, "teacher: {place: trainer}\n"))[0] == plain
+
+
 def test_a_critic_doubles_checkpoints(model: Path, tmp_path: Path) -> None:
     facts = model_facts(model)
     plain, critic = config_of(model), config_of(model, "critic: {dtype: float32}\n")
