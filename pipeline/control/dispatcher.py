@@ -154,7 +154,7 @@ class Dispatcher:
         """Counts for heartbeats; may be called from another thread."""
         return {
             "running": float(self.admission.running),
-            "ready": float(len(self.table.ready)),
+            "ready": float(self.table.num_ready),
             "outstanding": float(len(self.table.groups)),
             "reissues": float(len(self.reissues)),
             "on_board": float(self.on_board),

@@ -117,6 +117,11 @@ class GroupTable:
                 del self.due[self._deadline(group)]
         return group
 
+    @property
+    def num_ready(self) -> int:
+        """Groups that wait to be trained on, without the places of dropped ones."""
+        return len(self.ready) - len(self.dropped)
+
     def drop(self, number: int) -> None:
         """A running group ends without rows and keeps its place in a batch."""
         group = self.remove(number)

@@ -82,7 +82,7 @@ class StepReport:
         (then, tokens), (_, tokens_now) = self.sampled[0], self.sampled[-1]
         self.figures["time/step"] = seconds
         self.figures["tokens_per_second/rollout"] = (tokens_now - tokens) / max(now - then, 1e-9)
-        self.figures["queue/ready"] = float(len(dispatcher.table.ready))
+        self.figures["queue/ready"] = float(dispatcher.table.num_ready)
         self.figures["queue/running"] = float(dispatcher.admission.running)
         if controller.state.saves.failures:
             self.figures["checkpoint/failures"] = float(controller.state.saves.failures)
@@ -126,7 +126,7 @@ class StepReport:
                 rollout_tokens_per_second=self.last.get("tokens_per_second/rollout", 0.0),
                 staleness_mean=self.last.get("staleness/mean", 0.0),
                 staleness_max=self.last.get("staleness/max", 0.0),
-                ready=len(dispatcher.table.ready),
+                ready=dispatcher.table.num_ready,
                 running=dispatcher.admission.running,
                 eta_seconds=None if per_step is None else per_step * remaining,
                 waiting_for=controller.pump.reason,
