@@ -6,8 +6,9 @@
     stop       a checkpoint if there is time, then everybody is told; the outcome is `finished` or `stopped` (resume it)
 
 Each wait has a reason, an age and the ranks that it waits for, and ends the run after `cluster.progress_seconds`
-without progress. A full disk pauses the run instead. A stop is obeyed at the next boundary: of a step, or of a part of
-an evaluation, which it gives up.
+without progress. A full disk pauses the run instead: no step begins until what was refused is written, or
+`cluster.full_disk_seconds` are over. A stop is obeyed at the next boundary: of a step, or of a part of an evaluation,
+which it gives up; it ends a pause, too.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class SupervisedController:
             self.at_intervals()
         if self.config.evaluator.at_start and self.version == 0:
             self.evaluate()
-        while self.version < self.num_steps and not stop.requested():
+        while self.version < self.num_steps and self._may_go_on():
             self.step()
             if not stop.requested():
                 self.at_intervals()
@@ -178,6 +179,20 @@ class SupervisedController:
     def describe(self) -> str:
         """Where the run is, for logs and errors."""
         return f"version {self.version} of {self.num_steps}"
+
+    def _may_go_on(self) -> bool:
+        """Before a step: waits while there is no room on the disk, and tries the checkpoint that was refused again.
+        False: a stop was asked for."""
+
+        def is_over() -> bool | None:
+            if not self.disk.is_full or self.parts.stop.requested():
+                return True
+            self.state.save_if_wanted(self.version, is_due=False)
+            return None
+
+        if self.disk.is_full:
+            self.pump.wait(is_over, "room on the disk", on=self.state.saves.missing)
+        return not self.parts.stop.requested()
 
     def _wait_for_all(self, answers: dict[int, StepDone] | dict[int, EvaluationPart], reason: str) -> None:
         self.pump.wait(
