@@ -100,14 +100,7 @@ class Encoder:
             return self._text(prompt, messages[-1]["content"])
         text, spans = self._template.spans(messages, turns)
         found: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        labels = [0] * len(found["input_ids"])
-        spans_left = list(spans)
-        for i, (begin, end) in enumerate(found["offset_mapping"]):
-            while spans_left and begin >= spans_left[0][1]:
-                spans_left.pop(0)
-            if spans_left and begin < end and spans_left[0][0] <= begin and end <= spans_left[0][1]:
-                labels[i] = 1
-        return list(found["input_ids"]), labels
+        return list(found["input_ids"]), _labels(text, spans, found["offset_mapping"])
 
     def _text(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         """The prompt is encoded by itself, as before sampling. Sides of a pair that part before the last turn hold
@@ -129,6 +122,28 @@ class Encoder:
             tokens.append(end)
             labels.append(1)
         return tokens, labels
+
+
+def _labels(text: str, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """A token with anything of a span in it is the assistant's if nothing but white space of the rest is in it, too;
+    ValueError where it holds more of both."""
+    labels = [0] * len(offsets)
+    spans_left = [(begin, end) for begin, end in spans if begin < end]
+    for i, (begin, end) in enumerate(offsets):
+        begin = min(begin, max(end - 1, 0))  # tokenizers that trim offsets leave a token of spaces without length
+        while spans_left and begin >= spans_left[0][1]:
+            spans_left.pop(0)
+        if not spans_left or end <= spans_left[0][0]:
+            continue
+        first, last = spans_left[0]
+        if (text[begin:first] + text[last:end]).strip():
+            own = text[max(begin, first) : min(end, last)]
+            raise ValueError(
+                f"the token {text[begin:end]!r} is partly the assistant's ({own!r}) and partly the chat template's: it "
+                "can be neither labelled nor left out"
+            )
+        labels[i] = 1
+    return labels
 
 
 def _trimmed(tokens: list[int], labels: list[int]) -> Labelled:

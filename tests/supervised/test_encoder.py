@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from chat_tokenizers import make_tokenizer
@@ -81,6 +83,74 @@ def test_a_template_that_hides_where_a_turn_lies_is_refused():
     tokenizer = make_tokenizer("{% for m in messages | reverse %}{{ m['content'] | upper }}{% endfor %}")
     with pytest.raises(ValueError, match=r"data/0.*chat template.*message 2"):
         encoder(tokenizer).encode(example(CHAT))
+
+
+STRICT = (
+    "{% if messages | length == 1 and messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('no user query') }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('tool is not a role') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('the user comes first') }}{% endif %}"
+    "<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_what_the_template_refuses_is_an_error_that_names_the_example():
+    with pytest.raises(ValueError, match=r"example data/0: chat template: it refuses.*tool is not a role"):
+        encoder(make_tokenizer(STRICT)).encode(example([*CHAT, {"role": "tool", "content": "4"}]))
+
+
+def test_a_legal_chat_whose_beginnings_the_template_refuses_is_labelled():
+    """The assistant speaks right after the system message, and twice in a row."""
+    tokenizer = make_tokenizer(STRICT)
+    chat = (CHAT[0], CHAT[2], CHAT[1], CHAT[2], CHAT[4])
+    found = labelled_text(tokenizer, encoder(tokenizer).encode(example(chat)))
+    assert found == ["hello" + END, "hello" + END, "hello, 日é" + END]
+
+
+def joined(template, pattern):
+    """A tokenizer with what the pattern matches as one token."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    tokenizer = make_tokenizer(template)
+    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex(pattern + r"|[\s\S]"), "isolated")
+    return tokenizer
+
+
+TEAM = (
+    "{% for m in messages %}{{ m['role'] }}:{{ gap }}{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{{ gap }}{% endif %}"
+)
+"""No mark ends a turn, no special token stands around it."""
+TALK = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "so."}, {"role": "user", "content": "hi"})
+
+
+@pytest.mark.parametrize(("pattern", "labelled"), [(" so", [" so", ".", "\n"]), (r"\.\n", ["s", "o", ".\n"])])
+def test_a_token_with_white_space_around_a_turn_is_labelled(pattern, labelled):
+    tokenizer = joined(TEAM, pattern)
+    _, labels = encoder(tokenizer, template_args={"gap": " "}).encode(example(TALK)).sequences[0]
+    opening = len("user: hi\nassistant:") + (pattern != " so")
+    assert labels.tolist() == [0] * opening + [1] * len(labelled)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "token"), [(":so", ":so"), (r"\.\nuser", r".\nuser")], ids=["at its beginning", "at its end"]
+)
+def test_a_token_that_is_partly_a_turn_and_partly_the_template_is_refused(pattern, token):
+    with pytest.raises(ValueError, match=re.escape(f"example data/0: the token '{token}' is partly the assistant's")):
+        encoder(joined(TEAM, pattern), template_args={"gap": ""}).encode(example(TALK))
+
+
+def test_spaces_keep_their_labels_where_the_tokenizer_trims_offsets():
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = make_tokenizer(TEAM.replace("\n", "<|im_end|>"))
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    chat = (CHAT[1], {"role": "assistant", "content": "a  b "})
+    found = encoder(tokenizer, template_args={"gap": " "}).encode(example(chat))
+    assert labelled_text(tokenizer, found) == ["a  b " + END]
 
 
 def test_without_a_chat_template_a_chat_has_one_answer(plain):
