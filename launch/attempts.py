@@ -30,6 +30,9 @@ FIXED_KEYS = (
 )  # fmt: skip
 """What a resumed run must not change: shards, ledger and checkpoints of earlier attempts were made under it."""
 
+TEACHER_KEYS = ("path", "dtype", "place")
+"""What also must not change of a teacher on the engines: its log-probs lie in the shards."""
+
 
 class RunDirectoryError(ValueError):
     """The run directory cannot be used as asked; the text says the next step."""
@@ -110,6 +113,7 @@ def begin_resumed(run: RunDirectory, config: RunConfig, launcher: str, overrides
     """The next attempt of a run, with the code of the first."""
     check_resumable(run)
     check_overrides(overrides)
+    check_teacher(run, config, overrides)
     return _begin(run, config, launcher, overrides)
 
 
@@ -119,6 +123,7 @@ def begin_next(
     """As `begin_resumed`, by a driver that has seen to it that no earlier attempt lives (see `fence`). `notes` stand in
     the attempt's entry of `run.json`."""
     check_overrides(overrides)
+    check_teacher(run, config, overrides)
     return _begin(run, config, launcher, overrides, notes=notes)
 
 
@@ -178,6 +183,25 @@ def check_overrides(overrides: Sequence[str]) -> None:
         for name in names
         if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in FIXED_KEYS)
     ]
+    _refuse(fixed)
+
+
+def check_teacher(run: RunDirectory, config: RunConfig, overrides: Sequence[str]) -> None:
+    """RunDirectoryError where `overrides`, which are in `config`, give the resumed run another teacher, and the engines
+    ask the old one or the new one."""
+    if not any(override.partition("=")[0].partition(".")[0] == "teacher" for override in overrides):
+        return
+    from pekoe.pipeline.config.load import load
+
+    before, after = load(run.config).teacher, config.teacher
+    if any(teacher is not None and teacher.place == "engine" for teacher in (before, after)):
+        _refuse(
+            [f"teacher.{key}" for key in TEACHER_KEYS if getattr(before, key, None) != getattr(after, key, None)],
+        )
+
+
+def _refuse(fixed: Sequence[str]) -> None:
+    """RunDirectoryError if there are any."""
     if fixed:
         raise RunDirectoryError(
             f"{', '.join(fixed)}: cannot change when a run is resumed, since its data was made under the old value; "

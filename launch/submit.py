@@ -28,6 +28,7 @@ from pekoe.launch.attempts import (
     check_has_ended,
     check_is_begun,
     check_overrides,
+    check_teacher,
     prepare_run,
     run_directory,
 )
@@ -91,6 +92,7 @@ def resume(run: RunDirectory, overrides: Sequence[str] = (), *, after: str | Non
         check_is_free(run)
         check_nobody_drives(run)
     config, placement = load_checked(run.config, overrides)
+    check_teacher(run, config, overrides)
     code = run.code if (run.code / "pekoe").is_dir() else _code_of_sweep(run)
     order = Order(config, placement, run.slurm, code, config.trial_name, after=after)
     return _submit_run(run, order, tuple(overrides), "chain" if after is not None else "resume")

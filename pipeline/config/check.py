@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from pekoe.pipeline.config.companion_checks import check_companion_contexts, check_companion_vocabularies
 from pekoe.pipeline.config.cross_checks import check_keys, check_placement
 from pekoe.pipeline.config.engine_checks import check_heads, check_vocabulary
 from pekoe.pipeline.config.findings import Findings, PlacementFacts
@@ -23,7 +24,7 @@ from pekoe.pipeline.config.paths import (
 )
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.config.schema import ConfigError, Key, keys_of, shown
-from pekoe.pipeline.config.supervised_checks import check_supervised_length
+from pekoe.pipeline.config.supervised_checks import check_supervised_length, longest_labelled
 from pekoe.pipeline.config.task_checks import check_scalar_head
 from pekoe.pipeline.config.tasks import is_supervised
 from pekoe.pipeline.config.values import WrongValue, convert
@@ -53,8 +54,11 @@ def check(config: RunConfig, placement: PlacementFacts | None = None) -> list[st
         if limits_hold:
             if placement is not None:
                 check_heads(placement, model_heads(resolved.rollout.path or model), findings)
-            check_length = check_supervised_length if is_supervised(config) else _check_context
-            check_length(config, model_context_limit(model), findings)
+            supervised, model_limit = is_supervised(config), model_context_limit(model)
+            (check_supervised_length if supervised else _check_context)(config, model_limit, findings)
+            longest = (longest_labelled if supervised else context_limit)(config, model_limit)
+            check_companion_contexts(config, resolved, longest, findings)
+            check_companion_vocabularies(config, resolved, findings)
             check_vocabulary(config, model_vocabulary(model), findings)
             if config.reward_model is not None and config.reward_model.path and resolved.reward_model is not None:
                 check_scalar_head(config.reward_model, lacks_value_head(resolved.reward_model.path), findings)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pekoe.pipeline import registry
 from pekoe.pipeline.config.findings import Findings
 from pekoe.pipeline.config.run import RunConfig
+from pekoe.pipeline.config.tasks import has_policy_loss
 
 
 def check_registered(key: str, name: str, table: dict[str, str], findings: Findings) -> None:
@@ -127,7 +128,8 @@ def _check_normalisation(config: RunConfig, findings: Findings) -> None:
                 f"needs a mean; allowed: false when actor.{name}.mean_level is null",
             )
         # a critic's advantages differ from token to token
-        if norm.mean_level == "group" and n_samples < 2 and not (name == "adv_norm" and config.critic is not None):
+        differs = name == "adv_norm" and config.critic is not None
+        if norm.mean_level == "group" and n_samples < 2 and has_policy_loss(config) and not differs:
             findings.wrong(
                 "gconfig.n_samples",
                 n_samples,

@@ -70,6 +70,19 @@ def model_vocabulary(path: str | Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def tokenizer_vocabulary(path: str | Path) -> dict[str, int]:
+    """Id of each token that `tokenizer.json` of a folder names, added ones too; {} where there is none."""
+    file = Path(path) / "tokenizer.json"
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError:
+        return {}
+    vocabulary = (parsed.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # of kind Unigram: pieces with their scores, in the order of the ids
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return vocabulary | {added["content"]: added["id"] for added in parsed.get("added_tokens") or ()}
+
+
 def model_heads(path: str | Path) -> tuple[int, int] | None:
     """Attention heads, and heads of keys and values, of a model folder; None where its configuration names none."""
     text = _read_model_config(Path(path))

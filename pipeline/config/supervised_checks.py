@@ -16,6 +16,13 @@ def labelled_limit(section: DatasetConfig, model_limit: int | None) -> int | Non
     return min(known) if known else None
 
 
+def longest_labelled(config: RunConfig, model_limit: int | None) -> int | None:
+    """Most tokens of a sequence of any data set of a supervised run. None: nothing limits it."""
+    limits = [labelled_limit(section, model_limit) for _, section in _sections(config)]
+    known = [limit for limit in limits if limit is not None]
+    return max(known) if len(known) == len(limits) else None
+
+
 def check_supervised_length(config: RunConfig, model_limit: int | None, findings: Findings) -> None:
     """A demonstration, or both sides of a pair, fit into a micro-batch."""
     room = config.actor.mb_spec.max_tokens_per_mb // sides(config)

@@ -71,8 +71,13 @@ def _check_teacher(config: RunConfig, findings: Findings) -> None:
     if not teacher.path or teacher.path == config.actor.path:
         findings.warn("teacher.path", teacher.path, "is the policy at its start: there is nothing to learn from it")
     if not has_policy_loss(config):
+        if config.rollout.dynamic_sampling:
+            findings.wrong(
+                "rollout.dynamic_sampling", True, "is not allowed with teacher.rl_loss_weight 0: it drops groups of "
+                "equal rewards, from which the policy learns as well; allowed: rollout.dynamic_sampling=false "
+                "(algorithm dapo turns it on), or teacher.rl_loss_weight > 0",
+            )  # fmt: skip
         for key, value in (
-            ("rollout.dynamic_sampling", config.rollout.dynamic_sampling),
             ("actor.entropy_coef", config.actor.entropy_coef),
             ("actor.kl_ctl", config.actor.kl_ctl),
             ("actor.kl_loss_coef", config.actor.kl_loss_coef),

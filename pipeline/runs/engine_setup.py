@@ -18,6 +18,7 @@ from pekoe.pipeline.rollout.child.silence_watch import ChildLimits
 from pekoe.pipeline.rollout.engine import EngineSettings, InferenceEngine, Instance
 from pekoe.pipeline.rollout.engine_memory import ITEM_BYTES, cache_bytes_per_token, check_engine_memory
 from pekoe.pipeline.rollout.teacher import Teacher
+from pekoe.pipeline.train.vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
     from pekoe.pipeline.runs.context import RunContext
@@ -106,10 +107,13 @@ def build_child(
 
 def build_teacher(context: RunContext) -> Teacher | None:
     """The teacher of this rank, on an engine of the same kind; None where the run has none here. ValueError when it has
-    no room."""
+    no room, or reads token ids otherwise than the policy does."""
     config = context.config
     if config.teacher is None or not has_teacher_engine(config):
         return None
+    check_same_vocabulary(
+        "teacher", config.teacher.path or config.actor.path, config.actor.path, context.tokenizer_path
+    )
     assert context.ranks.rollout is not None
     name, settings = context.ranks.rollout.engine, teacher_settings(context, config.teacher)
 

@@ -91,6 +91,17 @@ def problems(*overrides: str, allocation: str | None = None) -> list[str]:
             "critic.path",
             "has no use in task distill with teacher.rl_loss_weight 0 (distillation alone); allowed: critic: null",
         ),
+        (
+            ["algorithm=dapo", "task=distill", "teacher.path=other"],
+            "rollout.dynamic_sampling",
+            "true is not allowed with teacher.rl_loss_weight 0: it drops groups of equal rewards, from which the "
+            "policy learns as well; allowed: rollout.dynamic_sampling=false (algorithm dapo turns it on)",
+        ),
+        (
+            ["task=distill", "teacher.path=other", "teacher.rl_loss_weight=0.1", "gconfig.n_samples=1"],
+            "gconfig.n_samples",
+            "makes every advantage 0",
+        ),
         (["reward_model={}"], "reward_model.path", "kind scalar needs a model that task rw has made"),
         (["task=sft", "train_dataset.type=demonstrations", "algorithm=ppo"], "critic.path", "has no use in task sft"),
         (["task=rw", "train_dataset.type=preferences", "ref={}"], "ref.path", "has no use in task rw"),
@@ -177,7 +188,9 @@ def test_what_is_rarely_meant_is_warned_about(overrides: list[str], key: str, wo
         ["task=distill", "teacher.path=other"],
         ["task=distill", "teacher.path=other", "teacher.rl_loss_weight=0.5", "algorithm=ppo"],
         ["teacher.path=other", "teacher.rl_loss_weight=1"],
-        ["reward_model.kind=generative"],
+        ["reward_model.kind=generative", "gconfig.max_tokens=1000"],
+        ["algorithm=dapo", "task=distill", "teacher.path=other", "rollout.dynamic_sampling=false"],
+        ["task=distill", "teacher.path=other", "gconfig.n_samples=1"],
         ["task=sft", "train_dataset.type=demonstrations", "gconfig.n_samples=1", "gconfig.max_new_tokens=2000"],
         ["task=dpo", "train_dataset.type=preferences", "train_dataset.max_length=100"],
         ["task=rw", "train_dataset.type=preferences", "actor.mb_spec.granularity=2"],
@@ -206,6 +219,59 @@ def test_a_scalar_reward_model_is_a_sequence_classifier(folder: Path) -> None:
     assert len(problems("reward_model={}")) == 1
     about.write_text(json.dumps({"architectures": ["Qwen3ForSequenceClassification"]}))
     assert warnings("reward_model.path=other") == []
+
+
+def write_model(folder: Path, context: int, size: int, vocabulary: object = None) -> None:
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context, "vocab_size": size}))
+    added = [{"id": 3, "content": "<end>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("critic", ["algorithm=ppo"]),
+        ("ref", ["actor.kl_ctl=0.1"]),
+        ("teacher", ["task=distill"]),
+        ("reward_model", ["reward_model.kind=generative"]),
+    ],
+)
+def test_a_model_beside_the_policy_takes_its_longest_sequence(folder: Path, name: str, overrides: list[str]) -> None:
+    (folder / "other" / "config.json").write_text(json.dumps({"max_position_embeddings": 700}))
+    given = [*overrides, f"{name}.path=other", "gconfig.max_new_tokens=256"]
+    assert problems(*given) == [
+        f"{name}.path: 'other' has a context of 700 tokens, and the run's sequences have up to 1024; allowed: a model "
+        "that takes them, or gconfig.max_tokens <= 700"
+    ]
+    found = warnings(*given, "gconfig.max_tokens=700")
+    if name == "reward_model":
+        assert "sequences have up to 700, with question and answer about 708; advised: gconfig.max_tokens" in found[0]
+    else:
+        assert found == []
+
+
+def test_the_reference_of_dpo_takes_the_longest_labelled_sequence(folder: Path) -> None:
+    (folder / "other" / "config.json").write_text(json.dumps({"max_position_embeddings": 100}))
+    given = ["task=dpo", "train_dataset.type=preferences", "ref.path=other"]
+    (line,) = problems(*given, "train_dataset.max_length=101")
+    assert line.startswith("ref.path: 'other' has a context of 100 tokens, and the run's sequences have up to 101;")
+    assert warnings(*given, "train_dataset.max_length=100") == []
+
+
+@pytest.mark.parametrize("place", ["trainer", "engine"])
+def test_a_teacher_has_the_policys_vocabulary(folder: Path, place: str) -> None:
+    given = ["task=distill", "teacher.path=other", f"teacher.place={place}"]
+    write_model(folder / "model", 1024, 8, {"a": 0, "b": 1, "c": 2})
+    write_model(folder / "other", 1024, 16, [["a", -1.0], ["b", -2.0], ["c", -2.5]])
+    assert warnings(*given) == []
+    write_model(folder / "other", 1024, 16, {"a": 0, "b": 2, "c": 1})
+    (line,) = problems(*given)
+    assert line.startswith("teacher.path: 'other' has another vocabulary than the policy: token 'b' is 1 in ")
+    assert line.endswith("and 2 here (2 such tokens); allowed: a model with the policy's vocabulary")
+    write_model(folder / "other", 1024, 3, {"a": 0, "b": 1, "c": 2})
+    assert "has embeddings for 3 tokens, and the policy's ids go up to 3; allowed: " in problems(*given)[0]
+    (folder / "other" / "tokenizer.json").unlink()
+    assert "has 3 tokens and no tokenizer, the policy 8; allowed: " in problems(*given)[0]
 
 
 def test_a_task_has_the_ranks_that_it_needs() -> None:

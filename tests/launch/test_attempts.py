@@ -16,10 +16,12 @@ from pekoe.launch.attempts import (
     begin_fresh,
     begin_resumed,
     check_overrides,
+    check_teacher,
     first_directory,
     run_directory,
 )
 from pekoe.launch.heartbeat_files import write_heartbeat
+from pekoe.pipeline.config.companions import TeacherConfig
 from pekoe.pipeline.config.load import load
 from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.messages import Heartbeat
@@ -88,6 +90,32 @@ def test_keys_that_made_the_data_are_fixed(key: str) -> None:
     with pytest.raises(RunDirectoryError, match=f"{key}.*cannot change when a run is resumed"):
         check_overrides(["total_train_steps=5", f"{key}=1"])
     check_overrides(["total_train_steps=5", "actor.optimizer.lr=1e-5", "gconfig.top_p=0.9"])
+
+
+@pytest.mark.parametrize(
+    ("place", "overrides", "refused"),
+    [
+        ("engine", ["teacher.path=other"], "teacher.path: "),
+        ("engine", ["teacher.place=trainer", "teacher.dtype=float32"], "teacher.dtype, teacher.place: "),
+        ("engine", ["teacher=null"], "teacher.path, teacher.dtype, teacher.place: "),
+        ("engine", ["teacher.rl_loss_weight=0.5", "teacher.path=t"], None),
+        ("trainer", ["teacher.place=engine"], "teacher.place: "),
+        ("trainer", ["teacher.path=other", "teacher.dtype=float32"], None),
+    ],
+)
+def test_a_teacher_whose_log_probs_are_in_the_shards_is_fixed(
+    tmp_path: Path, place: str, overrides: list[str], refused: str | None
+) -> None:
+    config = config_in(tmp_path)
+    config.teacher = TeacherConfig(path="t", place=place)
+    run = begin_fresh(config, "mpiexec").run
+    changed = load(run.config, overrides)
+    if refused is None:
+        check_teacher(run, changed, overrides)
+        return
+    with pytest.raises(RunDirectoryError, match=f"^{refused}cannot change when a run is resumed.*another trial_name"):
+        begin_resumed(run, changed, "mpiexec", overrides)
+    assert len(json.loads(run.run_json.read_text())["attempts"]) == 1
 
 
 def beat(pid: int, host: str, phase: str = "training") -> Heartbeat:

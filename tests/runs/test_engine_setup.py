@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -71,6 +73,17 @@ def test_a_teacher_that_does_not_fit_is_refused_by_its_own_key(
     made = context(tiny_model, "hf", "teacher.place=engine")
     monkeypatch.setattr(type(made.device), "room", lambda *_: (1, 2))
     with pytest.raises(ValueError, match=r"teacher\.place: the hf engine needs"):
+        build_teacher(made)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """It lacks a token of the policy: the check before the start sees only tokens that both name."""
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    contents = json.loads((other / "tokenizer.json").read_text())
+    contents["model"]["vocab"]["unheard"] = contents["model"]["vocab"].pop("7")
+    (other / "tokenizer.json").write_text(json.dumps(contents))
+    made = context(tiny_model, "hf", "teacher.place=engine", f"teacher.path={other}")
+    with pytest.raises(ValueError, match=r"teacher\.path: .*has another vocabulary than the policy: token '7' is"):
         build_teacher(made)
 
 
