@@ -44,7 +44,9 @@ def _other_vocabulary(folder: str, policy: str, tokenizer: str) -> str:
         if size != policy_size and None not in (size, policy_size):
             return f"has {size} tokens and no tokenizer, the policy {policy_size}"
         return ""
-    ours, theirs = tokenizer_vocabulary(tokenizer), tokenizer_vocabulary(folder)
+    known, theirs = tokenizer_vocabulary(tokenizer), tokenizer_vocabulary(folder)
+    # An id that the policy has no embedding for is never written.
+    ours = {token: number for token, number in known.items() if policy_size is None or number < policy_size}
     differing = sorted((number, token) for token, number in ours.items() if theirs.get(token, number) != number)
     if differing:
         number, token = differing[0]

@@ -15,8 +15,8 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def check_same_vocabulary(section: str, folder: str, policy: str, tokenizer: str) -> None:
-    """Raises ValueError, naming a token, unless every id of the policy's tokenizer (folder `tokenizer`) is the same
-    token for the model in `folder`.
+    """Raises ValueError, naming a token, unless every id of the policy's tokenizer (folder `tokenizer`) that the policy
+    has an embedding for is the same token for the model in `folder`.
 
     A folder without a tokenizer must have the policy's `vocab_size`. The model may know further tokens, and pad its
     vocabulary to another size.
@@ -31,7 +31,8 @@ def check_same_vocabulary(section: str, folder: str, policy: str, tokenizer: str
                 "a model beside the policy must have its vocabulary"
             )
         return
-    ours, theirs = _vocabulary(tokenizer), _vocabulary(folder)
+    ours = {token: number for token, number in _vocabulary(tokenizer).items() if number < policy_size}
+    theirs = _vocabulary(folder)
     differing = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)
     if differing:
         number, token = differing[0]
@@ -40,7 +41,7 @@ def check_same_vocabulary(section: str, folder: str, policy: str, tokenizer: str
             f"{tokenizer} and {theirs.get(token, 'nothing')} here ({len(differing)} such tokens); a model beside the "
             "policy must have its vocabulary"
         )
-    if max(ours.values()) >= size:
+    if max(ours.values(), default=-1) >= size:
         raise ValueError(
             f"{section}.path: {folder} has embeddings for {size} tokens; the policy's ids go up to {max(ours.values())}"
         )

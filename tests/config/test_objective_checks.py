@@ -270,6 +270,9 @@ def test_a_teacher_has_the_policys_vocabulary(folder: Path, place: str) -> None:
     assert line.endswith("and 2 here (2 such tokens); allowed: a model with the policy's vocabulary")
     write_model(folder / "other", 1024, 3, {"a": 0, "b": 1, "c": 2})
     assert "has embeddings for 3 tokens, and the policy's ids go up to 3; allowed: " in problems(*given)[0]
+    write_model(folder / "model", 1024, 3, {"a": 0, "b": 1, "c": 2})
+    assert warnings(*given) == [], "ids that the policy has no embedding for are never written"
+    write_model(folder / "model", 1024, 8, {"a": 0, "b": 1, "c": 2})
     (folder / "other" / "tokenizer.json").unlink()
     assert "has 3 tokens and no tokenizer, the policy 8; allowed: " in problems(*given)[0]
 

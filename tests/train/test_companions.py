@@ -278,12 +278,15 @@ def test_a_model_of_another_vocabulary_is_refused_by_a_token(folder, tmp_path):
         check_same_vocabulary("teacher", other, policy, policy)
     larger = write_vocabulary(tmp_path / "larger", folder / "other", lambda vocabulary: vocabulary.update(x=17))
     check_same_vocabulary("teacher", larger, policy, policy)
+    check_same_vocabulary("teacher", policy, str(folder / "other"), larger)  # no policy of 17 tokens writes an 'x'
+    facts = json.loads((Path(larger) / "config.json").read_text())
+    (Path(larger) / "config.json").write_text(json.dumps({**facts, "vocab_size": 18}))
     with pytest.raises(ValueError, match=r"token 'x' is 17 in .* and nothing here"):
-        check_same_vocabulary("teacher", policy, str(folder / "other"), larger)
+        check_same_vocabulary("teacher", policy, larger, larger)
+    (Path(larger) / "config.json").write_text(json.dumps(facts))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (Path(larger) / name).unlink()
     check_same_vocabulary("critic", larger, policy, policy)
-    facts = json.loads((Path(larger) / "config.json").read_text())
     (Path(larger) / "config.json").write_text(json.dumps({**facts, "vocab_size": 20}))
     with pytest.raises(ValueError, match=r"critic.path: .* has 20 tokens and no tokenizer, the policy 17"):
         check_same_vocabulary("critic", larger, policy, policy)
