@@ -22,6 +22,8 @@ ENDED = frozenset(
     }
 )  # fmt: skip
 """A job does not leave these by itself."""
+TAKEN = frozenset({"CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "DEADLINE"})
+"""Slurm, or somebody by it, has ended the job."""
 LIVING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT"})
 """Its processes may live."""
 GONE = "GONE"

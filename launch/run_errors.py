@@ -17,6 +17,8 @@ ADVICE = {
     "FAILED": "`pekoe logs {run}` shows what it said last",
 }
 """By state of the job."""
+UNHEARD = "before any rank was heard"
+"""In the text of an error of a world that ended before it had begun."""
 WRONG_CONFIGURATION = "the configuration is wrong"
 """In the text of an error with code 78, by which it is known again when only its text came through."""
 

@@ -28,8 +28,15 @@ from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from pekoe.launch.claim import has_left, is_mine
-from pekoe.launch.job_states import ENDED, GONE, LIVING, UNKNOWN, read_state, read_states
-from pekoe.launch.run_errors import WRONG_CONFIGURATION, JobEndedError, RunFailedError, RunStoppedError, run_failed
+from pekoe.launch.job_states import ENDED, GONE, LIVING, TAKEN, UNKNOWN, read_state, read_states
+from pekoe.launch.run_errors import (
+    UNHEARD,
+    WRONG_CONFIGURATION,
+    JobEndedError,
+    RunFailedError,
+    RunStoppedError,
+    run_failed,
+)
 from pekoe.launch.run_result import RunResult, code_of_job, conclude
 from pekoe.launch.sbatch import submit_script
 from pekoe.launch.slurm_commands import SlurmError
@@ -155,7 +162,13 @@ class _TypedEnd(Job[RunResult]):
             outcome, value = self._get_outcome_and_result()
         except UncompletedJobError:
             return JobEndedError(self.job_id, self.state, str(self.submission().args[0]))
-        return None if outcome == "success" else error_in(str(value))
+        if outcome == "success":
+            return None
+        error = error_in(str(value))
+        if self.state in TAKEN and UNHEARD in str(error):
+            # The job went while its driver was starting the ranks: Slurm's word says why, the driver's does not.
+            return JobEndedError(self.job_id, self.state, str(self.submission().args[0]))
+        return error
 
     def results(self) -> list[RunResult]:
         """One result; raises what `exception` returns."""

@@ -8,6 +8,7 @@ import time
 
 from pekoe.launch import terminal
 from pekoe.launch.error_record import END_NOTE, ErrorRecord, read_record, record_path, write_record
+from pekoe.launch.run_errors import UNHEARD
 from pekoe.launch.stop_signals import EXIT_CONFIGURATION, EXIT_FAILURE, EXIT_REQUEUE
 from pekoe.pipeline import files
 from pekoe.pipeline.observe.heartbeat_files import HeartbeatFile, read_heartbeats
@@ -59,7 +60,7 @@ def record_vanished(run: RunDirectory, attempt: int, how: str) -> ErrorRecord:
             "",
             "start",
             0.0,
-            f"{how} before any rank was heard" if not beats else how,
+            f"{how} {UNHEARD}" if not beats else how,
         )
     else:
         first = min(alive, key=lambda beat: beat.time)

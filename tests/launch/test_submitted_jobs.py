@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import DelayedSubmission
 
 from pekoe.launch.attempts import Attempt, RunDirectoryError, note_end
 from pekoe.launch.claim import Owner, claim, newest_owner
@@ -174,3 +176,27 @@ def test_what_slurm_knows_to_be_dead_is_not_called_alive(
     slurm.command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     assert main(["status", str(run.path)]) == 0
     assert "1 ranks (1 alive)" in capsys.readouterr().out, "no answer is no end"
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "kind"),
+    [
+        ("CANCELLED", "attempt 0 failed: srun ended with 1 before any rank was heard", JobEndedError),
+        ("TIMEOUT", "attempt 0 failed: srun ended with 1 before any rank was heard", JobEndedError),
+        ("FAILED", "attempt 0 failed: srun ended with 1 before any rank was heard", RunFailedError),
+        ("CANCELLED", "attempt 0 failed: rank 1: ValueError: no", RunFailedError),
+    ],
+)
+def test_a_job_that_went_while_its_ranks_were_started_ended_by_slurms_word(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, said: str, kind: type[Exception]
+) -> None:
+    """The driver sees only that srun failed, and says so in its result."""
+    job = SubmittedJob(tmp_path, "84")
+    DelayedSubmission(print, str(run.path)).dump(job.paths.submitted_pickle)
+    trace = f"Traceback …\npekoe.launch.run_errors.RunFailedError: {run.path}: {said}\n"
+    job.paths.result_pickle.write_bytes(pickle.dumps(("error", trace)))
+    monkeypatch.setattr(SubmittedJob, "done", lambda self, force_check=False: True)
+    monkeypatch.setattr(SubmittedJob, "state", state)
+    error = job.exception()
+    assert type(error) is kind
+    assert ("pekoe resume" in str(error)) == (kind is JobEndedError)
