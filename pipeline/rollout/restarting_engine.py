@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 REASON_CHARACTERS = 2000
 COUNTERS = ("tokens", "prefilled_tokens")
 """Gauges that only grow, over all engines."""
-GONE_SECONDS, LOOK_SECONDS = 0.5, 0.02
+GONE_SECONDS, LOOK_SECONDS = 5.0, 0.02
 """For whoever has a failed engine to drop it; one that is kept longer does not hold up the next one."""
 
 MakeEngine = Callable[[Callable[[BaseException], None]], InferenceEngine]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pekoe.pipeline.messages import EngineFailed, EngineRestored
+from pekoe.pipeline.rollout import restarting_engine
 from pekoe.pipeline.rollout.engine import EngineClosedError, EngineFailedError
 from pekoe.pipeline.rollout.engines.hf_engine import HfEngine
 from pekoe.pipeline.rollout.restarting_engine import RestartingEngine
@@ -88,7 +89,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def workshop(models: Any) -> Iterator[Callable[..., Workshop]]:
+def workshop(models: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workshop]]:
+    monkeypatch.setattr(restarting_engine, "GONE_SECONDS", 0.2)  # a workshop keeps what it has built
     made: list[Workshop] = []
 
     def make(**settings: Any) -> Workshop:
@@ -267,9 +269,10 @@ def test_a_build_that_fails_counts_too(workshop: Any) -> None:
 
 
 def test_a_failed_engine_is_gone_before_the_next_one_is_built(
-    workshop: Any, harness: Any, make_request: Any, prompts: Any
+    workshop: Any, harness: Any, make_request: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights would be there twice; neither the builder nor a request that waits may keep them."""
+    monkeypatch.setattr(restarting_engine, "GONE_SECONDS", SECONDS / 2)
     shop = workshop(fail_at=(5,))
     old = weakref.ref(shop.built[0])
     shop.built.clear()
