@@ -61,7 +61,7 @@ ln -sfn "$PWD" build/typing/pekoe
 
 makers=(scripts/setup_venv.sh)
 if [ "$kind" = vllm ]; then makers+=(scripts/vllm_cpu_requirements.py); fi
-want=$(cat pyproject.toml setup.cfg "${makers[@]}" <(echo "$PWD $torch") | sha256sum | cut -d' ' -f1)
+want=$(cat pyproject.toml setup.cfg setup.py kernels/native/*.[ch] "${makers[@]}" <(echo "$PWD $torch") | sha256sum | cut -d' ' -f1)
 if [ -x "$venv/bin/pekoe" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
   echo "set-up: $venv is up to date"
   exit 0

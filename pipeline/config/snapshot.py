@@ -16,7 +16,7 @@ from pekoe.pipeline.config.run import RunConfig
 from pekoe.pipeline.run_directory import RunDirectory
 
 FOLDERS = ("pipeline", "launch", "kernels", "configs")
-SUFFIXES = (".py", ".yaml", ".cpp", ".h", ".cu")
+SUFFIXES = (".py", ".yaml", ".c", ".h", ".so")
 
 
 def write_run_config(run: RunDirectory, config: RunConfig) -> None:
