@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def kernel(operation: str, device_type: str = "cpu") -> Callable[..., Any]:
     return _chosen(operation, device_type, os.environ.get(VARIABLE, ""))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _chosen(operation: str, device_type: str, overrides: str) -> Callable[..., Any]:
     rows = OPERATIONS[operation]
     wanted = wanted_names(overrides)

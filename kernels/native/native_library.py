@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ ABI = 1
 FILE = "_pekoe_native.abi3.so"
 
 
-@lru_cache(maxsize=None)
+@cache
 def native_library() -> ctypes.CDLL:
     """The library; every source's functions take raw pointers and 64-bit integers. OSError where it was not built (no
     compiler at installation), or is of another version."""
