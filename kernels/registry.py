@@ -1,9 +1,14 @@
 """Every kernel: operation -> its implementations, one line each; which one runs where.
 
 An implementation is a function with the operation's signature. `reference` says what the operation means; the others
-are only faster. The first one that is there for a device type runs, and that choice is logged once. The environment
-variable PEKOE_KERNELS overrides it: `logprob=triton,sequence.gae=reference` names an implementation for a room, or for
-one of its operations; one that is not there is an error.
+are only faster. The first one that is there for a device type runs, and that choice is logged once. One that belongs
+there and cannot be used (a native library that was not built) is a warning, once, that says how to get it.
+
+The environment variable PEKOE_KERNELS overrides the choice: `logprob=triton,sequence.gae=reference` names an
+implementation for a room, or for one of its operations, which wins over its room. A room's word holds for those of its
+operations that have such an implementation, on every device type; the others choose for themselves. An operation,
+room or implementation that does not exist, one that cannot be used here, and one that does not run on the device type
+that is asked for are errors. Triton runs on CPU tensors only in its interpreter (TRITON_INTERPRET=1), and only by name.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -53,64 +59,141 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {}
 
 
 class KernelError(ValueError):
-    """An override names what is not there."""
+    """An override names what is not there, or nothing runs on a device type."""
+
+
+_lock = threading.Lock()
+_chosen: dict[tuple[str, str, str], Callable[..., Any]] = {}
 
 
 def kernel(operation: str, device_type: str = "cpu") -> Callable[..., Any]:
-    """The implementation of an operation that runs on a device type. KernelError for an override that cannot be
-    met."""
-    return _chosen(operation, device_type, os.environ.get(VARIABLE, ""))
+    """The implementation of an operation that runs on a device type, within a microsecond once it was chosen.
+    KernelError for an override that cannot be met."""
+    overrides = os.environ.get(VARIABLE, "")
+    function = _chosen.get((operation, device_type, overrides))
+    if function is None:
+        with _lock:
+            function = _chosen.get((operation, device_type, overrides))
+            if function is None:
+                function = _choose(operation, device_type, overrides)
+                _chosen[operation, device_type, overrides] = function
+    return function
+
+
+def _choose(operation: str, device_type: str, overrides: str) -> Callable[..., Any]:
+    row, passed_over = choice(operation, device_type, overrides)
+    for name, reason in passed_over:
+        _warn_once(name, reason)
+    by = f" (by {VARIABLE})" if _wanted_name(operation, overrides) else ""
+    logger.info("kernel %s on %s: %s%s", operation, device_type, row.name, by)
+    return load(row)
 
 
 @cache
-def _chosen(operation: str, device_type: str, overrides: str) -> Callable[..., Any]:
-    rows = OPERATIONS[operation]
-    wanted = wanted_names(overrides)
-    name = wanted.get(operation, wanted.get(operation.partition(".")[0]))
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("%s kernels cannot be used; slower ones run in their place: %s", name, reason)
+
+
+def choice(operation: str, device_type: str, overrides: str) -> tuple[Implementation, list[tuple[str, str]]]:
+    """The implementation that runs, and those preferred to it that cannot be used here: (name, why). KernelError where
+    there is none, or an override cannot be met."""
+    if operation not in OPERATIONS:
+        raise KernelError(f"kernel {operation!r}: there is no such operation; allowed: {', '.join(sorted(OPERATIONS))}")
+    name = _wanted_name(operation, overrides)
     if name is not None:
-        return _wanted(operation, device_type, name)
-    for row in rows:
-        if device_type in row.devices and why_not(row) is None:
-            logger.info("kernel %s on %s: %s", operation, device_type, row.name)
-            return load(row)
-    raise KernelError(f"kernel {operation}: there is no implementation for {device_type!r}")
-
-
-def _wanted(operation: str, device_type: str, name: str) -> Callable[..., Any]:
-    allowed = ", ".join(row.name for row in OPERATIONS[operation] if device_type in row.devices)
+        return _wanted(operation, device_type, name), []
+    passed_over: list[tuple[str, str]] = []
     for row in OPERATIONS[operation]:
-        if row.name == name and device_type in row.devices:
+        if device_type in row.devices:
             reason = why_not(row)
-            if reason is not None:
-                raise KernelError(f"{VARIABLE}: {operation}={name} is not available here: {reason}")
-            return load(row)
-    raise KernelError(f"{VARIABLE}: {operation}={name} is not allowed on {device_type}; allowed: {allowed}")
+            if reason is None:
+                return row, passed_over
+            passed_over.append((row.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise KernelError(
+        f"kernel {operation}: there is no implementation for {device_type!r}" + (f" ({reasons})" if reasons else "")
+    )
+
+
+def _wanted_name(operation: str, overrides: str) -> str | None:
+    """What an override names for an operation that has it."""
+    if not overrides:
+        return None
+    wanted = wanted_names(overrides)
+    if operation in wanted:
+        return wanted[operation]
+    name = wanted.get(room_of(operation))
+    return name if name in {row.name for row in OPERATIONS[operation]} else None
+
+
+def _wanted(operation: str, device_type: str, name: str) -> Implementation:
+    (row,) = (row for row in OPERATIONS[operation] if row.name == name)
+    reason = why_not(row)
+    if reason is not None:
+        raise KernelError(f"{VARIABLE}: {operation}={name} cannot be used here: {reason}")
+    if device_type not in device_types(row):
+        able = ", ".join(row.name for row in OPERATIONS[operation] if device_type in device_types(row))
+        hint = "; or set TRITON_INTERPRET=1" if name == "triton" and device_type == "cpu" else ""
+        raise KernelError(f"{VARIABLE}: {operation}={name} does not run on {device_type!r}; allowed: {able}{hint}")
+    return row
 
 
 def wanted_names(overrides: str) -> Mapping[str, str]:
-    """Operation or room -> implementation, of the text of PEKOE_KERNELS. KernelError naming what cannot be read."""
-    rooms = {name.partition(".")[0] for name in OPERATIONS}
+    """Operation or room -> implementation, of the text of PEKOE_KERNELS. KernelError naming what is not allowed."""
+    names_of: dict[str, set[str]] = {}
+    for operation, rows in OPERATIONS.items():
+        names = {row.name for row in rows}
+        names_of[operation] = names
+        names_of.setdefault(room_of(operation), set()).update(names)
     found: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in overrides.split(","))):
-        key, equals, name = part.partition("=")
-        if not equals or key not in rooms | set(OPERATIONS):
-            allowed = ", ".join(sorted(rooms | set(OPERATIONS)))
+        key, _, name = (text.strip() for text in part.partition("="))
+        if key not in names_of:
+            allowed = ", ".join(sorted(names_of))
             raise KernelError(f"{VARIABLE}: {part!r} is not allowed; NAME=IMPLEMENTATION with NAME one of {allowed}")
-        found[key] = name
+        if name not in names_of[key]:
+            allowed = ", ".join(sorted(names_of[key]))
+            raise KernelError(f"{VARIABLE}: {key}={name} is not allowed; {key} has {allowed}")
+        if found.setdefault(key, name) != name:
+            raise KernelError(f"{VARIABLE}: {key} is named twice, {found[key]} and {name}")
     return found
 
 
+def room_of(operation: str) -> str:
+    """`packing` of `packing.best_fit`."""
+    return operation.partition(".")[0]
+
+
+def device_types(row: Implementation) -> tuple[str, ...]:
+    """Where an implementation runs when it is named: Triton's interpreter takes CPU tensors, too."""
+    if row.name == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return (*row.devices, "cpu")
+    return row.devices
+
+
+@cache
 def why_not(row: Implementation) -> str | None:
-    """Why an implementation cannot be used here; None when it can."""
+    """Why an implementation cannot be used here; None when it can. Whatever its import raises is a reason: a package
+    that does not fit another one fails in many ways."""
     try:
-        load(row)
-    except (ImportError, OSError) as error:
+        if row.name == "native":
+            _load_library()
+        importlib.import_module(row.target.partition(":")[0])
+    except OSError as error:
+        return str(error)
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+def _load_library() -> None:
+    from pekoe.kernels.native.native_library import native_library
+
+    native_library()
+
+
 def load(row: Implementation) -> Callable[..., Any]:
-    """ImportError or OSError where what it needs is missing."""
+    """The function itself; raises what its import raises."""
     module, _, name = row.target.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
