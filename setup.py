@@ -1,12 +1,19 @@
-"""The native library; everything else about the package is in pyproject.toml and setup.cfg."""
+"""The native library; everything else about the package is in pyproject.toml and setup.cfg.
+
+Without a C compiler Pekoe installs all the same, and the references run in the place of the native kernels. With
+PEKOE_NATIVE=required in the environment that is an error.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+NATIVE = ROOT / "kernels" / "native"
 # Never -ffast-math: with -shared, gcc sets flush-to-zero for the whole process when the library is loaded.
 FLAGS = [
     "-O3",
@@ -18,18 +25,34 @@ FLAGS = [
     "-fvisibility=hidden",
 ]
 
+
+class BuildLibrary(build_ext):
+    """Compiles always: times of files say little after a change of branch."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True
+
+
+def is_required() -> bool:
+    wanted = os.environ.get("PEKOE_NATIVE", "")
+    if wanted not in ("", "optional", "required"):
+        raise SystemExit(f"PEKOE_NATIVE: {wanted!r} is not allowed; allowed: optional, required")
+    return wanted == "required"
+
+
 setup(
     ext_modules=[
         Extension(
             "pekoe.kernels.native._pekoe_native",
-            sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.c")),
-            depends=[str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.h")],
+            sources=sorted(str(path.relative_to(ROOT)) for path in NATIVE.glob("*.c")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in NATIVE.glob("*.h")),
             extra_compile_args=FLAGS,
             libraries=["m"],
             py_limited_api=True,
-            # Without a compiler Pekoe installs all the same: the references run in its place.
-            optional=True,
+            optional=not is_required(),
         )
     ],
+    cmdclass={"build_ext": BuildLibrary},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )
