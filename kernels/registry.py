@@ -54,7 +54,12 @@ def _reference(target: str, devices: tuple[str, ...] = ("cpu",)) -> Implementati
     return Implementation("reference", f"pekoe.kernels.{target}", devices)
 
 
-OPERATIONS: dict[str, tuple[Implementation, ...]] = {}
+OPERATIONS: dict[str, tuple[Implementation, ...]] = {
+    "packing.best_fit": (_native("packing.native:best_fit"), _reference("packing.reference:best_fit")),
+    "packing.karmarkar_karp": (_native("packing.native:karmarkar_karp"), _reference("packing.reference:karmarkar_karp")),
+    "packing.equal_count": (_native("packing.native:equal_count"), _reference("packing.reference:equal_count")),
+    "packing.joint_plan": (_native("packing.native:joint_plan"), _reference("packing.reference:joint_plan")),
+}
 """In the order of preference."""
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pekoe.kernels.packing.packing import equal_count, joint_plan
+
 Rows = npt.NDArray[np.int64]
 Lengths = npt.NDArray[Any]
 
@@ -21,11 +23,17 @@ Assignment = list[list[list[Rows]]]
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What fits in one micro-batch."""
+class _Units:
+    """Rows in a row that stay together."""
 
-    max_tokens: int
-    max_units: int | None = None
+    groups: Rows
+    tokens: Rows
+    num_rows: Rows
+
+    @property
+    def of_row(self) -> Rows:
+        """Unit of each row."""
+        return np.repeat(np.arange(len(self.tokens)), self.num_rows)
 
 
 def plan_batch(
@@ -36,37 +44,53 @@ def plan_batch(
     max_sequences: int | None = None,
     minibatches: int = 1,
     granularity: int = 1,
+    keep_together: bool = False,
+    shared_tokens: Lengths | None = None,
 ) -> Assignment:
     """Assigns rows with token counts `lengths` and group numbers `groups` to `ranks` trainer ranks.
 
     Minibatches are cut by whole groups (equal numbers of groups, tokens balanced) where there are enough groups,
     else by units; there are fewer than asked for when there are fewer units. A unit is `granularity` rows in a row,
-    which stay together. Ties go to the lower row, so equal input gives an equal plan. Raises ValueError naming the
-    row (or unit) that exceeds the budget.
+    which stay together. Micro-batches are as few as are found and balanced for ranks that meet in each of them, the
+    largest first. Ties go to the lower row, so equal input gives an equal plan. Raises ValueError naming the row (or
+    rows) that exceed the budget.
+
+    With `keep_together` a unit is as many rows of one group in a row as fit into a micro-batch: a group whose rows
+    follow each other is one unit, or, over the budget, is cut into the fewest. `shared_tokens` says then of each row
+    how many of its tokens the unit holds only once (the prompt): a unit counts sum(lengths - shared_tokens) +
+    max(shared_tokens) tokens.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    unit_groups, unit_tokens = _units(lengths, np.asarray(groups), max_tokens, granularity)
+    lengths, groups = np.asarray(lengths, dtype=np.int64), np.asarray(groups)
+    if shared_tokens is not None and not keep_together:
+        raise ValueError("shared_tokens: not allowed without keep_together")
+    shared = np.zeros_like(lengths) if shared_tokens is None else np.asarray(shared_tokens, dtype=np.int64)
     if max_sequences is not None and max_sequences < granularity:
         raise ValueError(f"max_sequences_per_mb: {max_sequences} is below granularity {granularity}")
-    budget = Budget(max_tokens, None if max_sequences is None else max_sequences // granularity)
+    units = _units(lengths, shared, groups, max_tokens, granularity)
+    if keep_together:
+        units = _joined(units, lengths - shared, shared, max_tokens, max_sequences)
     plan: Assignment = [[] for _ in range(ranks)]
-    for units in _cut_minibatches(unit_groups, unit_tokens, minibatches):
-        per_rank = [units[share] for share in _spread(unit_tokens[units], ranks)]
-        bins = [_fill(unit_tokens[share], budget) for share in per_rank]
-        count = max(len(filled) for filled in bins)
-        for rank, share in enumerate(per_rank):
-            cut = _spread_within(unit_tokens[share], count, budget) or bins[rank]
-            empty = [np.zeros(0, np.int64)] * (count - len(cut))
-            plan[rank].append([_rows(share[piece], granularity) for piece in (*cut, *empty)])
+    unit_of_row = units.of_row
+    for chosen in _cut_minibatches(units, minibatches):
+        placed = joint_plan(units.tokens[chosen], ranks, max_tokens, max_sequences, counts=units.num_rows[chosen])
+        place = np.full(len(units.tokens), -1)
+        place[chosen] = placed.rank * placed.num_micro_steps + placed.micro_step
+        pieces = _rows_of_places(place[unit_of_row], ranks * placed.num_micro_steps)
+        for rank in range(ranks):
+            plan[rank].append(pieces[rank * placed.num_micro_steps : (rank + 1) * placed.num_micro_steps])
     return plan
 
 
-def _units(lengths: Rows, groups: Lengths, max_tokens: int, granularity: int) -> tuple[Rows, Rows]:
-    """Group and tokens of each unit, checked against the budget."""
-    if len(groups) != len(lengths):
-        raise ValueError(f"groups: {len(groups)} numbers for {len(lengths)} rows")
+def _units(lengths: Rows, shared: Rows, groups: Lengths, max_tokens: int, granularity: int) -> _Units:
+    """`granularity` rows each, checked against the budget."""
+    for name, values in (("groups", groups), ("shared_tokens", shared)):
+        if len(values) != len(lengths):
+            raise ValueError(f"{name}: {len(values)} numbers for {len(lengths)} rows")
     if len(lengths) % granularity:
         raise ValueError(f"granularity: {granularity} does not divide {len(lengths)} rows")
+    wrong = np.flatnonzero((shared < 0) | (shared > lengths))
+    if len(wrong):
+        raise ValueError(f"shared_tokens: row {wrong[0]} shares {shared[wrong[0]]} of {lengths[wrong[0]]} tokens")
     by_unit = groups.reshape(-1, granularity)
     torn = np.flatnonzero((by_unit != by_unit[:, :1]).any(axis=1))
     if len(torn):
@@ -74,7 +98,8 @@ def _units(lengths: Rows, groups: Lengths, max_tokens: int, granularity: int) ->
         raise ValueError(
             f"granularity: rows {first}..{first + granularity - 1} stay together but are of different groups"
         )
-    tokens = lengths.reshape(-1, granularity).sum(axis=1)
+    own = (lengths - shared).reshape(-1, granularity)
+    tokens = own.sum(axis=1) + shared.reshape(-1, granularity).max(axis=1, initial=0)
     over = np.flatnonzero(tokens > max_tokens)
     if len(over):
         first = int(over[0]) * granularity
@@ -82,84 +107,43 @@ def _units(lengths: Rows, groups: Lengths, max_tokens: int, granularity: int) ->
         raise ValueError(
             f"max_tokens_per_mb: {what} of group {groups[first]} has {tokens[over[0]]} tokens, more than {max_tokens}"
         )
-    return by_unit[:, 0].astype(np.int64), tokens
+    return _Units(by_unit[:, 0].astype(np.int64), tokens, np.full(len(tokens), granularity))
 
 
-def _rows(units: Rows, granularity: int) -> Rows:
-    """Row indices of units, in order."""
-    return (np.sort(units)[:, None] * granularity + np.arange(granularity)).reshape(-1)
+def _joined(units: _Units, own: Rows, shared: Rows, max_tokens: int, max_sequences: int | None) -> _Units:
+    """Units in a row of the same group made one, as long as it fits."""
+    first_rows = np.cumsum(units.num_rows) - units.num_rows
+    joined: list[list[int]] = []  # group, own tokens, shared tokens, rows
+    for unit, first in enumerate(first_rows):
+        rows = slice(first, first + units.num_rows[unit])
+        group, tokens = int(units.groups[unit]), int(own[rows].sum())
+        common, count = int(shared[rows].max()), int(units.num_rows[unit])
+        if joined and joined[-1][0] == group:
+            _, before, longest, num_rows = joined[-1]
+            fits = before + tokens + max(longest, common) <= max_tokens
+            if fits and (max_sequences is None or num_rows + count <= max_sequences):
+                joined[-1] = [group, before + tokens, max(longest, common), num_rows + count]
+                continue
+        joined.append([group, tokens, common, count])
+    found = np.array(joined, dtype=np.int64).reshape(-1, 4)
+    return _Units(found[:, 0], found[:, 1] + found[:, 2], found[:, 3])
 
 
-def _cut_minibatches(groups: Rows, tokens: Rows, minibatches: int) -> list[Rows]:
+def _cut_minibatches(units: _Units, minibatches: int) -> list[Rows]:
     """Unit indices of each minibatch."""
-    if not len(tokens):
+    if not len(units.tokens):
         return []
-    names, group_of_unit = np.unique(groups, return_inverse=True)
+    names, item_of_unit = np.unique(units.groups, return_inverse=True)
     if len(names) < minibatches:
-        group_of_unit = np.arange(len(tokens))
-    items = int(group_of_unit.max()) + 1
+        item_of_unit = np.arange(len(units.tokens))
+    items = int(item_of_unit.max()) + 1
     count = min(minibatches, items)
-    item_tokens = np.bincount(group_of_unit, weights=tokens, minlength=items).astype(np.int64)
-    largest = -(-items // count)
-    chosen = _longest_first(item_tokens, count, capacity=largest, num_full=items - count * (largest - 1))
-    return [np.flatnonzero(chosen[group_of_unit] == part) for part in range(count)]
+    chosen = equal_count(np.bincount(item_of_unit, weights=units.tokens, minlength=items), count)
+    return [np.flatnonzero(chosen[item_of_unit] == part) for part in range(count)]
 
 
-def _longest_first(tokens: Rows, bins: int, capacity: int | None = None, num_full: int = 0) -> Rows:
-    """Bin of each item: the longest item goes to the emptiest bin. With a `capacity`, `num_full` bins take that many
-    items and the others one fewer."""
-    chosen = np.zeros(len(tokens), np.int64)
-    load, count = np.zeros(bins), np.zeros(bins, np.int64)
-    for item in np.argsort(-tokens, kind="stable"):
-        key = load if capacity is None else np.where(_has_room(count, capacity, num_full), load, np.inf)
-        # Equal loads: fewer items first, so that zero-length items spread too.
-        best = int(np.lexsort((count, key))[0])
-        chosen[item] = best
-        load[best] += tokens[item]
-        count[best] += 1
-    return chosen
-
-
-def _has_room(count: Rows, capacity: int, num_full: int) -> npt.NDArray[np.bool_]:
-    full = count >= capacity
-    last_seat = count == capacity - 1
-    room: npt.NDArray[np.bool_] = ~full & ~(last_seat & (int(full.sum()) >= num_full))
-    return room
-
-
-def _spread(tokens: Rows, bins: int) -> list[Rows]:
-    """Item indices of each of `bins` bins, balanced."""
-    chosen = _longest_first(tokens, bins)
-    return [np.flatnonzero(chosen == part) for part in range(bins)]
-
-
-def _spread_within(tokens: Rows, bins: int, budget: Budget) -> list[Rows] | None:
-    """`_spread` if it happens to keep the budget, else None."""
-    if not bins:
-        return []
-    parts = _spread(tokens, bins)
-    for part in parts:
-        if tokens[part].sum() > budget.max_tokens or (budget.max_units is not None and len(part) > budget.max_units):
-            return None
-    return parts
-
-
-def _fill(tokens: Rows, budget: Budget) -> list[Rows]:
-    """Best-fit decreasing: item indices of as few bins as it finds, each within the budget."""
-    room = np.zeros(len(tokens), np.int64)
-    seats = np.zeros(len(tokens), np.int64)
-    chosen = np.zeros(len(tokens), np.int64)
-    used = 0
-    for item in np.argsort(-tokens, kind="stable"):
-        fits = (room[:used] >= tokens[item]) & (seats[:used] > 0)
-        candidates = np.flatnonzero(fits)
-        if len(candidates):
-            best = int(candidates[np.argmin(room[candidates])])
-        else:
-            best, used = used, used + 1
-            room[best] = budget.max_tokens
-            seats[best] = len(tokens) if budget.max_units is None else budget.max_units
-        room[best] -= tokens[item]
-        seats[best] -= 1
-        chosen[item] = best
-    return [np.flatnonzero(chosen == part) for part in range(used)]
+def _rows_of_places(places: Rows, num_places: int) -> list[Rows]:
+    """Row indices of each place, in order; -1 is none."""
+    order = np.argsort(places, kind="stable")
+    edges = np.searchsorted(places[order], np.arange(num_places + 1))
+    return [order[edges[place] : edges[place + 1]] for place in range(num_places)]
