@@ -52,8 +52,9 @@ class Outcome:
     """What came out of the cases of one operation with one implementation on one device type."""
 
     num_cases: int
+    """That were right."""
     max_error: float
-    """In the units of `Case.tolerance`."""
+    """Of those, in the units of `Case.tolerance`."""
     failure: str | None = None
     """The first case that was wrong."""
 
@@ -80,14 +81,14 @@ def run_cases(operation: str, row: Implementation, device_type: str = "cpu", see
     for seed in seeds:
         for number, case in enumerate(make(seed)):
             where = f"seed {seed}, case {number}"
-            expected = results_of(reference, case, "cpu")
             try:
+                expected = results_of(reference, case, "cpu")
                 error = largest_error(expected, results_of(function, case, device_type))
             except Exception as failed:
                 return Outcome(num_cases, max_error, f"{where}: {type(failed).__name__}: {failed}")
-            num_cases, max_error = num_cases + 1, max(max_error, error)
             if error > case.tolerance:
                 return Outcome(num_cases, max_error, f"{where}: error {error:.2g}, allowed {case.tolerance:.2g}")
+            num_cases, max_error = num_cases + 1, max(max_error, error)
     return Outcome(num_cases, max_error)
 
 

@@ -111,14 +111,19 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="what happened to a run, or whether this cluster is fit for runs, and what to do next",
         description="Examines a run by its files alone and changes nothing; or, without a run directory, this machine "
-        "and the cluster that a site describes. Exit code 0: nothing is wrong; 1: there are problems; 78: neither a "
-        "run directory nor a site.",
+        "and the cluster that a site describes; or the kernels of this machine. Exit code 0: nothing is wrong; 1: "
+        "there are problems; 78: neither a run directory nor a site.",
     )
     doctor.add_argument(
         "target", nargs="?", metavar="RUN|SITE", help="run directory, or a site (default: this machine and its cluster)"
     )
     doctor.add_argument("--config", metavar="YAML", help="of a run that is to run here: its models and MPI, too")
     doctor.add_argument("--deep", action="store_true", help="read every byte: hashes of checkpoints, all shards")
+    doctor.add_argument(
+        "--kernels",
+        action="store_true",
+        help="instead: which kernels can be used here, and whether they are right",
+    )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(command=_doctor)
 
@@ -232,6 +237,14 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     target = arguments.target
+    if arguments.kernels:
+        if target is not None or arguments.config is not None or arguments.deep:
+            raise ValueError("doctor --kernels: looks at this machine alone; it takes no RUN, SITE, --config or --deep")
+        from pekoe.launch.doctor.kernels_check import diagnose_kernels
+
+        kernels = diagnose_kernels()
+        print(kernels.json() if arguments.json else kernels.text())
+        return kernels.exit_code
     if target is None or (not Path(target).is_dir() and _is_site(target)):
         from pekoe.launch.doctor.doctor import diagnose_cluster
 
