@@ -1,4 +1,4 @@
-"""Exact attention over packed sequences: no token sees another sequence.
+"""Exact attention over packed sequences: no token sees another sequence, but for the prompt that it shares with others.
 
 Transformers' own functions leak across packed sequences unless every one of several conditions holds, so this one is
 registered under a name of its own and is told the boundaries in every call (the keyword `packed_sequences` of the
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from pekoe.pipeline.train.engines.shared_attention import Run, attend_masked, attend_merged, bottom_right_mask
+
 NAMES = {"sdpa": "pekoe_packed_split", "flash": "pekoe_packed_varlen"}
 """`actor.fsdp.attention` -> name in transformers' registry, which treats names with `flash` or `sdpa` in them as its
 own."""
@@ -36,6 +38,23 @@ class PackedSequences:
     cu_seqlens: Tensor  # [S+1] int32, on the model's device
     bounds: tuple[int, ...]
     """The same numbers on the host: no kernel waits for them."""
+    prompts: tuple[int, ...] = ()
+    """Of each sequence the number of the one that it continues, its own where it continues none. The sequences that
+    continue one follow it. Empty: none does."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether some sequence continues another."""
+        return bool(self.prompts)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Each sequence with those that continue it."""
+        spans = self.spans()
+        members: dict[int, list[tuple[int, int]]] = {}
+        for number, prompt in enumerate(self.prompts or range(len(spans))):
+            members.setdefault(prompt, []).append(spans[number])
+        return tuple(Run(first, tuple(rest)) for first, *rest in members.values())
 
     @cached_property
     def max_length(self) -> int:
@@ -50,10 +69,33 @@ class PackedSequences:
     def spans(self) -> list[tuple[int, int]]:
         return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
 
+    @cached_property
+    def key_cu_seqlens(self) -> Tensor:
+        """[S+1] int32 boundaries of the keys of each sequence, with those of its prompt before its own."""
+        if not self.shares:
+            return self.cu_seqlens
+        lengths = [0, *(sum(end - start for start, end in spans) for spans in self.key_spans())]
+        bounds = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return bounds.to(self.cu_seqlens.device)
+
+    @cached_property
+    def max_keys(self) -> int:
+        return max(sum(end - start for start, end in spans) for spans in self.key_spans())
+
+    def key_spans(self) -> list[tuple[tuple[int, int], ...]]:
+        """Where the keys of each sequence lie."""
+        return [
+            spans
+            for run in self.runs
+            for spans in ((run.prompt,), *((run.prompt, response) for response in run.responses))
+        ]
+
     @classmethod
-    def of(cls, cu_seqlens: Sequence[int], device: torch.device) -> PackedSequences:
+    def of(cls, cu_seqlens: Sequence[int], device: torch.device, prompts: Sequence[int] = ()) -> PackedSequences:
+        """`cu_seqlens` [S+1] from 0 to the number of tokens; `prompts` [S], or empty where no sequence continues
+        another."""
         bounds = tuple(int(bound) for bound in cu_seqlens)
-        return cls(torch.tensor(bounds, dtype=torch.int32, device=device), bounds)
+        return cls(torch.tensor(bounds, dtype=torch.int32, device=device), bounds, tuple(prompts))
 
 
 def choose_attention(wanted: str, device_choice: str, dtype: torch.dtype, section: str = "actor") -> str:
@@ -107,8 +149,14 @@ def sdpa_attention(
         raise ValueError(
             "packed attention: this model caps attention scores, which sdpa cannot; use fsdp.attention flash"
         )
-    window = sliding_window if sliding_window is not None and packed.max_length > sliding_window else None
-    if packed.max_length <= SHORT and window is None:
+    window = sliding_window if sliding_window is not None and packed.max_keys > sliding_window else None
+    if packed.shares:
+        plain = window is None and not dropout and query.device.type == "cpu"
+        if plain:
+            out = attend_merged(packed.runs, query, key, value, scaling)
+        else:
+            out = attend_masked(packed.runs, query, key, value, dropout, scaling, window)
+    elif packed.max_length <= SHORT and window is None:
         out = _attend_padded(packed, query, key, value, dropout, scaling)
     else:
         out = _attend_split(packed, query, key, value, dropout, scaling, window)
@@ -124,16 +172,17 @@ def _attend_split(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """[1, H, T, D], a call per sequence."""
+    """[1, H, T, D], a call per sequence. Split at once, since the gradient of a slice is as long as the whole."""
+    lengths = [end - start for start, end in packed.spans()]
     pieces = []
-    for start, end in packed.spans():
-        part = slice(start, end)
-        mask = None if window is None else _window_mask(end - start, window, query.device)
+    parts = zip(*(whole.split_with_sizes(lengths, dim=2) for whole in (query, key, value)), strict=True)
+    for length, (own_query, own_key, own_value) in zip(lengths, parts, strict=True):
+        mask = None if window is None else bottom_right_mask(length, length, window, query.device)
         pieces.append(
             scaled_dot_product_attention(
-                query[:, :, part],
-                key[:, :, part],
-                value[:, :, part],
+                own_query,
+                own_key,
+                own_value,
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
@@ -182,14 +231,15 @@ def flash_attention(
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     packed = _checked(module, query, attention_mask, packed_sequences, options)
+    # With more keys than queries the kernel's causal mask is at the bottom right: a response sees its whole prompt.
     out = flash_attn_varlen_func(
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        _keys_of_each(packed, key[0].transpose(0, 1)),
+        _keys_of_each(packed, value[0].transpose(0, 1)),
         cu_seqlens_q=packed.cu_seqlens,
-        cu_seqlens_k=packed.cu_seqlens,
+        cu_seqlens_k=packed.key_cu_seqlens,
         max_seqlen_q=packed.max_length,
-        max_seqlen_k=packed.max_length,
+        max_seqlen_k=packed.max_keys,
         dropout_p=dropout,
         softmax_scale=scaling,
         causal=True,
@@ -197,6 +247,15 @@ def flash_attention(
         softcap=options.get("softcap") or 0.0,
     )
     return out[None], None
+
+
+def _keys_of_each(packed: PackedSequences, flat: Tensor) -> Tensor:
+    """Keys or values [T, G, D], laid end to end with a prompt's before those of each of its responses."""
+    if not packed.shares:
+        return flat
+    spans = packed.spans()
+    parts = dict(zip(spans, flat.split_with_sizes([end - start for start, end in spans]), strict=True))
+    return torch.cat([parts[span] for spans_of_one in packed.key_spans() for span in spans_of_one])
 
 
 def _checked(
@@ -214,9 +273,3 @@ def _checked(
     if query.shape[0] != 1 or query.shape[2] != packed.bounds[-1]:
         raise ValueError(f"packed attention: {tuple(query.shape)} does not hold {packed.bounds[-1]} packed tokens")
     return packed
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] bool: the last `window` tokens up to each one."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return causal.triu(1 - window)
