@@ -34,7 +34,9 @@ from pekoe.pipeline.train.engines.lm_head import LmHead
 from pekoe.pipeline.train.engines.sharded_files import read_sharded
 from pekoe.pipeline.train.engines.sharded_model import Head, build_model, tied_names
 from pekoe.pipeline.train.engines.sharded_optimizer import build_optimizer, clip, gradient_norm
+from pekoe.pipeline.train.engines.shared_prefix import shared_layout
 from pekoe.pipeline.train.engines.staged_shards import StagedShards, save_group
+from pekoe.pipeline.train.engines.token_layout import Layout, plain_layout
 from pekoe.pipeline.train.engines.value_head import ValueHead
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class FsdpEngine:
 
     Building it is collective over torch's default process group (which must exist, also for one rank), or over
     `mesh`. `head` is `lm`, which takes the algorithm's `token_logprobs`, or `value`, which takes its `token_values`;
-    a value head starts from a folder of a causal model, with values of 0, or from one of its own. `weight_dtype`
+    a value head starts from a folder of a causal model, with values of 0, or from one of its own. `share_prefixes`
+    computes neighbouring rows of one group once over the tokens with which they begin alike. `weight_dtype`
     (`float32`, `bfloat16`, …) is that of `weights` and of exports. `total_steps` is the length of the schedule.
     `section` of the configuration is named in errors. Methods may be called from one thread of any kind.
     """
@@ -60,6 +63,7 @@ class FsdpEngine:
         trainable: bool = True,
         token_logprobs: TokenLogprobs | None = None,
         token_values: TokenValues | None = None,
+        share_prefixes: bool = False,
         device: Device,
         device_index: int = 0,
         weight_dtype: str = "float32",
@@ -74,7 +78,7 @@ class FsdpEngine:
         self.mesh = mesh or init_device_mesh(device.kind, (dist.get_world_size(),), mesh_dim_names=("data",))
         self.data_parallel_rank = self.mesh.get_local_rank()
         self.data_parallel_size = self.mesh.size()
-        self._head = _head(head, token_logprobs, token_values)
+        self._head = _head(head, token_logprobs, token_values, shared_layout if share_prefixes else plain_layout)
         self._weight_dtype: torch.dtype = getattr(torch, weight_dtype)
         self._total_steps = max(1, total_steps)
         self._save_group = save_group(self.mesh) if trainable else None
@@ -247,9 +251,9 @@ class FsdpEngine:
         }
 
 
-def _head(name: str, token_logprobs: TokenLogprobs | None, token_values: TokenValues | None) -> Head:
+def _head(name: str, token_logprobs: TokenLogprobs | None, token_values: TokenValues | None, layout: Layout) -> Head:
     if name == "lm" and token_logprobs is not None:
-        return LmHead(token_logprobs)
+        return LmHead(token_logprobs, layout)
     if name == "value" and token_values is not None:
-        return ValueHead(token_values)
+        return ValueHead(token_values, layout)
     raise ValueError(f"head: {name!r} is not allowed; lm (with token_logprobs) or value (with token_values)")

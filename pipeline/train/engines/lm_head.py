@@ -12,7 +12,7 @@ from torch import Tensor
 from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
-from pekoe.pipeline.train.engines.packed_attention import PackedSequences
+from pekoe.pipeline.train.engines.token_layout import Layout, TokenLayout, one_token_layout, plain_layout
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class LmHead:
     """Implements `Head` (`sharded_model.py`) for transformers' causal models."""
 
     token_logprobs: TokenLogprobs
+    layout: Layout = plain_layout
 
     fresh = frozenset[str]()
     foreign = frozenset[str]()
@@ -51,15 +52,14 @@ class LmHead:
         model, so that its rank takes part in the collectives of forward and backward."""
         device = tensors["tokens"].device
         if not tensors["loss_mask"].any():
-            token = torch.zeros(1, dtype=torch.int64, device=device)
-            logits = _logits(model, token, torch.zeros_like(token), PackedSequences.of((0, 1), device), token)
+            logits = _logits(model, one_token_layout(device), torch.zeros(1, dtype=torch.int64, device=device))
             anchor = logits.sum() * 0
             zeros = torch.zeros(len(tensors["tokens"]), dtype=_result_dtype(logits), device=device)
             return zeros + anchor, zeros.clone(), anchor
-        bounds = PackedSequences.of(tensors["cu_seqlens"].tolist(), device)
+        layout = self.layout(tensors)
 
         def logits_at(positions: Tensor) -> Tensor:
-            return _logits(model, tensors["tokens"], tensors["position_ids"], bounds, positions)
+            return _logits(model, layout, layout.at(positions))
 
         logprobs, entropy = self.token_logprobs(
             logits_at, tensors["tokens"], tensors["cu_seqlens"], tensors["loss_mask"], temperature, with_entropy
@@ -67,15 +67,15 @@ class LmHead:
         return logprobs, entropy, torch.zeros((), device=device)
 
 
-def _logits(model: Any, tokens: Tensor, positions: Tensor, packed: PackedSequences, keep: Tensor) -> Tensor:
-    """Logits [K, V] at the indices `keep` [K] of packed tokens [M]."""
+def _logits(model: Any, layout: TokenLayout, keep: Tensor) -> Tensor:
+    """Logits [K, V] at the places `keep` [K] of the layout's tokens."""
     output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
+        input_ids=layout.tokens[None],
+        position_ids=layout.position_ids[None],
         attention_mask=None,
         use_cache=False,
         logits_to_keep=keep,
-        packed_sequences=packed,
+        packed_sequences=layout.packed,
     )
     logits: Tensor = output.logits[0]
     return logits

@@ -16,7 +16,7 @@ from torch import Tensor
 from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.train.engine import TokenValues, ValueLossFunction
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
-from pekoe.pipeline.train.engines.packed_attention import PackedSequences
+from pekoe.pipeline.train.engines.token_layout import Layout, TokenLayout, one_token_layout, plain_layout
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class ValueHead:
     """Implements `Head` (`sharded_model.py`) for transformers' sequence classifiers."""
 
     token_values: TokenValues
+    layout: Layout = plain_layout
 
     fresh = frozenset({"score.weight"})
     """A causal model has none: it starts at 0, the same on any number of ranks, and so do all values."""
@@ -67,30 +68,28 @@ class ValueHead:
         rank takes part in the collectives of forward and backward."""
         tokens, device = tensors["tokens"], tensors["tokens"].device
         if not len(tokens):
-            token = torch.zeros(1, dtype=torch.int64, device=device)
-            output = model(token, token, PackedSequences.of((0, 1), device), row)
+            output = model(one_token_layout(device), row)
             anchor = output.sum() * 0
             nothing = output[:0]
             return nothing, nothing, anchor
-        bounds = PackedSequences.of(tensors["cu_seqlens"].tolist(), device)
-        outputs = model(tokens, tensors["position_ids"], bounds, row)
-        values, scores = self.token_values(outputs, tensors["cu_seqlens"])
+        layout = self.layout(tensors)
+        outputs = model(layout, row)
+        flat = outputs if layout.slots is None else outputs[layout.slots]
+        values, scores = self.token_values(flat, tensors["cu_seqlens"])
         return values, scores, torch.zeros((), device=device)
 
 
-def _outputs_everywhere(
-    self: Any, tokens: Tensor, positions: Tensor, packed: PackedSequences, row: Tensor | None = None
-) -> Tensor:
-    """The head's output [M] at every packed token, at least float32: half precision ends before the last product.
+def _outputs_everywhere(self: Any, layout: TokenLayout, row: Tensor | None = None) -> Tensor:
+    """The head's output [N] at every token of the layout, at least float32: half precision ends before the last step.
 
     `row` [1, hidden size] takes the place of the head's weight.
     """
     states = self.base_model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
+        input_ids=layout.tokens[None],
+        position_ids=layout.position_ids[None],
         attention_mask=None,
         use_cache=False,
-        packed_sequences=packed,
+        packed_sequences=layout.packed,
     ).last_hidden_state[0]
     wide = torch.promote_types(states.dtype, torch.float32)
     weight = self.score.weight if row is None else row
