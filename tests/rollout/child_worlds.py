@@ -38,7 +38,7 @@ def settings(path: str = "", **changes: Any) -> EngineSettings:
     )  # fmt: skip
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

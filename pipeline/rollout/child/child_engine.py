@@ -18,6 +18,7 @@ import queue
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 GAUGE_SECONDS = 0.5
 LOOK_SECONDS = 0.25
+LATE_SECONDS = 0.5
+"""A look that comes so much later than it should: this process did not run meanwhile."""
+SLICE_SECONDS = 1.0
+"""Longest wait for an answer at once; a slice that took longer because this process was suspended counts as one."""
 DEATH_SECONDS = 1.0
 """From the end of the stream to the nursery's word how the process ended."""
 
@@ -204,9 +209,13 @@ class ChildEngine:
 
     def _await(self, future: Future[Any], what: str, limit: float) -> Any:
         """The answer to a call. EngineFailedError when there is none in time: the process is killed."""
-        if not concurrent.futures.wait([future], limit).done:
-            raise self._stall(f"gave no answer to {what} within {limit:g} s")
-        return future.result()
+        waited = 0.0
+        while waited < limit:
+            seconds = min(SLICE_SECONDS, limit - waited)
+            if concurrent.futures.wait([future], seconds).done:
+                return future.result()
+            waited += seconds
+        raise self._stall(f"gave no answer to {what} within {limit:g} s")
 
     def _stall(self, how: str) -> Exception:
         """Ends a process that does not answer; the error to raise."""
@@ -228,7 +237,11 @@ class ChildEngine:
         poller = select.poll()
         poller.register(channel, select.POLLIN)
         while True:
-            if poller.poll(LOOK_SECONDS * 1000):
+            began = time.monotonic()
+            has_word = poller.poll(LOOK_SECONDS * 1000)
+            if (late := time.monotonic() - began - LOOK_SECONDS) > LATE_SECONDS:
+                self._watch.stood_still(late)
+            if has_word:
                 try:
                     body = framed_stream.receive(channel)
                 except TimeoutError:

@@ -46,6 +46,11 @@ class SilenceWatch:
         if counter != self._counter or not is_decoding:
             self._counter, self._moved = counter, self._heard
 
+    def stood_still(self, seconds: float) -> None:
+        """This process itself did not run for so long (its job was suspended, its node stalled): nor did the other."""
+        self._heard += seconds
+        self._moved += seconds
+
     def judge(self) -> str:
         """Why the process counts as stuck; empty when it does not."""
         now = time.monotonic()
