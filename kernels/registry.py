@@ -59,6 +59,29 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "packing.karmarkar_karp": (_native("packing.native:karmarkar_karp"), _reference("packing.reference:karmarkar_karp")),
     "packing.equal_count": (_native("packing.native:equal_count"), _reference("packing.reference:equal_count")),
     "packing.joint_plan": (_native("packing.native:joint_plan"), _reference("packing.reference:joint_plan")),
+    "packing.pack": (_native("packing.native_ragged:pack"), _reference("packing.reference_ragged:pack", ANYWHERE)),
+    "packing.unpack": (_native("packing.native_ragged:unpack"), _reference("packing.reference_ragged:unpack", ANYWHERE)),
+    "packing.position_ids": (
+        _native("packing.native_ragged:position_ids"),
+        _reference("packing.reference_ragged:position_ids", ANYWHERE),
+    ),
+    "packing.sequence_index": (
+        _native("packing.native_ragged:sequence_index"),
+        _reference("packing.reference_ragged:sequence_index", ANYWHERE),
+    ),
+    "sequence.gae": (_native("sequence.native:gae"), _reference("sequence.reference:gae", ANYWHERE)),
+    "sequence.discounted_sums": (
+        _native("sequence.native:discounted_sums"),
+        _reference("sequence.reference:discounted_sums", ANYWHERE),
+    ),
+    "sequence.segment_sum": (
+        _native("sequence.native:segment_sum"),
+        _reference("sequence.reference:segment_sum", ANYWHERE),
+    ),
+    "sequence.segment_mean": (
+        _native("sequence.native:segment_mean"),
+        _reference("sequence.reference:segment_mean", ANYWHERE),
+    ),
 }
 """In the order of preference."""
 

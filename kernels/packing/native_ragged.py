@@ -1,0 +1,123 @@
+"""`pack`, `unpack`, `position_ids` and `sequence_index` in C, on numpy arrays and on CPU tensors; rows are copied as
+bytes.
+
+Legend: B sequences, T tokens of a row, M tokens laid end to end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pekoe.kernels.boundaries import checked_boundaries, is_tensor, on_host
+from pekoe.kernels.native.native_library import native_library, pointer
+from pekoe.kernels.packing.reference_ragged import does_not_fit
+
+POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
+SIGNATURES = {
+    "pekoe_pack": (POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE, POINTER),
+    "pekoe_unpack": (POINTER, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, SIZE, POINTER),
+    "pekoe_position_ids": (POINTER, SIZE, POINTER),
+    "pekoe_sequence_index": (POINTER, SIZE, POINTER),
+}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = native_library()
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, SIZE
+    return library
+
+
+def pack(padded: Any, cu_seqlens: Any, starts: Any, num_tokens: int) -> Any:
+    """[M, ...] of `padded` [B, T, ...]; a slice of rows or of the first tokens of each row goes in without a copy."""
+    bounds, begins = checked_boundaries(cu_seqlens, num_tokens), _begins(starts)
+    source, row_stride = _rows(padded)
+    num_sequences, length, *rest = source.shape
+    width = _item_size(source) * math.prod(rest)
+    out = _empty((num_tokens, *rest), source)
+    status = _library().pekoe_pack(
+        source.data_ptr() if is_tensor(source) else source.ctypes.data, row_stride, length, width, pointer(bounds),
+        None if begins is None else pointer(begins), num_sequences, pointer(out),
+    )  # fmt: skip
+    _raise_outside(status, bounds, begins, length)
+    return out
+
+
+def unpack(packed: Any, cu_seqlens: Any, starts: Any, max_length: int, fill: float) -> Any:
+    """[B, T, ...] of `packed` [M, ...]."""
+    source: Any = packed.contiguous() if is_tensor(packed) else np.ascontiguousarray(packed)
+    bounds, begins = checked_boundaries(cu_seqlens, len(source)), _begins(starts)
+    num_sequences, rest = len(bounds) - 1, source.shape[1:]
+    item = _item_size(source)
+    pattern = source.new_full((1,), fill) if is_tensor(source) else np.full(1, fill, dtype=source.dtype)
+    out = _empty((num_sequences, max_length, *rest), source)
+    status = _library().pekoe_unpack(
+        pointer(source), item * math.prod(rest), pointer(bounds), None if begins is None else pointer(begins),
+        num_sequences, max_length, pointer(pattern), item, pointer(out),
+    )  # fmt: skip
+    _raise_outside(status, bounds, begins, max_length)
+    return out
+
+
+def position_ids(cu_seqlens: Any, num_tokens: int) -> Any:
+    """[M] int32."""
+    return _per_token(_library().pekoe_position_ids, cu_seqlens, num_tokens)
+
+
+def sequence_index(cu_seqlens: Any, num_tokens: int) -> Any:
+    """[M] int32."""
+    return _per_token(_library().pekoe_sequence_index, cu_seqlens, num_tokens)
+
+
+def _per_token(function: Any, cu_seqlens: Any, num_tokens: int) -> Any:
+    bounds = checked_boundaries(cu_seqlens, num_tokens)
+    out = np.empty(num_tokens, dtype=np.int32)
+    function(pointer(bounds), len(bounds) - 1, pointer(out))
+    if not is_tensor(cu_seqlens):
+        return out
+    import torch
+
+    return torch.from_numpy(out)
+
+
+def _begins(starts: Any) -> npt.NDArray[np.int64] | None:
+    return None if starts is None else on_host(starts, "starts")
+
+
+def _rows(padded: Any) -> tuple[Any, int]:
+    """The array, copied only where a row's tokens are not contiguous, and the bytes from row to row."""
+    item = _item_size(padded)
+    strides = [item * s for s in padded.stride()] if is_tensor(padded) else list(padded.strides)
+    expected, inner = item, True
+    for size, stride in zip(reversed(padded.shape[1:]), reversed(strides[1:]), strict=True):
+        inner = inner and (size == 1 or stride == expected)
+        expected *= size
+    if not inner:
+        padded = padded.contiguous() if is_tensor(padded) else np.ascontiguousarray(padded)
+        strides[0] = expected
+    return padded, strides[0]
+
+
+def _item_size(array: Any) -> int:
+    return int(array.element_size() if is_tensor(array) else array.itemsize)
+
+
+def _empty(shape: tuple[int, ...], like: Any) -> Any:
+    return like.new_empty(shape) if is_tensor(like) else np.empty(shape, dtype=like.dtype)
+
+
+def _raise_outside(
+    status: int, bounds: npt.NDArray[np.int64], begins: npt.NDArray[np.int64] | None, length: int
+) -> None:
+    if status:
+        row = status - 1
+        begin = 0 if begins is None else int(begins[row])
+        raise does_not_fit(row, begin, int(bounds[row + 1] - bounds[row]), length)
