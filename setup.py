@@ -17,6 +17,7 @@ NATIVE = ROOT / "kernels" / "native"
 # Never -ffast-math: with -shared, gcc sets flush-to-zero for the whole process when the library is loaded.
 FLAGS = [
     "-O3",
+    "-g0",
     "-std=c11",
     "-fno-math-errno",
     "-fno-trapping-math",

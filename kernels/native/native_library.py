@@ -24,7 +24,10 @@ def native_library() -> ctypes.CDLL:
     path = Path(os.environ.get(VARIABLE) or Path(__file__).with_name(FILE))
     if not path.is_file():
         raise OSError(f"{path} was not built: {REMEDY}")
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OSError(f"{error}: the native library cannot be loaded on this machine: {REMEDY}") from error
     if not hasattr(library, "pekoe_abi") or library.pekoe_abi() != ABI:
         raise OSError(f"{path} is of another version than the code around it: {REMEDY}")
     return library

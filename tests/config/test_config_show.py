@@ -99,15 +99,18 @@ def test_the_effective_configuration_is_written_whole(run: RunDirectory) -> None
 def test_the_snapshot_holds_the_code_and_wins_over_the_install(run: RunDirectory) -> None:
     code = snapshot_code(run, ROOT)
     assert code == run.code
-    for name in ("pipeline/records.py", "launch/allocation.py", "configs/algorithm/grpo.yaml"):
+    native = [str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.so")]
+    for name in ("pipeline/records.py", "launch/allocation.py", "configs/algorithm/grpo.yaml", *native):
         assert (code / "pekoe" / name).read_bytes() == (ROOT / name).read_bytes()
     copied = [path for path in code.rglob("*") if path.is_file()]
-    assert {path.suffix for path in copied} <= {".py", ".yaml", ".cpp", ".h", ".cu"}
+    assert {path.suffix for path in copied} <= {".py", ".yaml", ".c", ".h", ".so"}
     assert sum(path.stat().st_size for path in copied) < 10_000_000
     assert {path.name for path in (code / "pekoe").iterdir()} <= {"configs", "kernels", "launch", "pipeline"}
     script = (
         "import pekoe.pipeline.config.load as load, pekoe.launch.allocation as allocation\n"
+        "import pekoe.kernels.native.native_library as native\n"
         "print(load.__file__); print(allocation.__file__); print(load.PRESETS)\n"
+        f"print(native.native_library()._name if {bool(native)} else native.__file__)\n"
         "load.from_yaml_text('algorithm: rloo')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(code)}
@@ -115,7 +118,7 @@ def test_the_snapshot_holds_the_code_and_wins_over_the_install(run: RunDirectory
         [sys.executable, "-c", script], env=environment, cwd=run.path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert [line.startswith(str(code)) for line in done.stdout.splitlines()] == [True, True, True]
+    assert [line.startswith(str(code)) for line in done.stdout.splitlines()] == [True] * 4
 
 
 def test_a_snapshot_stays_as_the_first_attempt_made_it(run: RunDirectory, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("pipeline", "launch", "kernels")
 
@@ -57,33 +55,12 @@ def test_checkout_on_the_path_does_not_shadow_hugging_face_kernels() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel and an sdist, built from a copy without the tools' caches."""
-    out = tmp_path_factory.mktemp("dist")
-    source = tmp_path_factory.mktemp("source") / "pekoe"
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    for name in listing.stdout.splitlines():
-        if (ROOT / name).is_file():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
-    # Without a name the sdist comes first and the wheel is made from it: the sdist must be complete.
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return out
-
-
-def test_wheel_holds_the_code_and_the_configs(built: Path) -> None:
+def test_wheel_holds_the_code_and_the_configs(built: Path, checkout: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for top in (*NAMESPACES, "configs"):
-        for file in [*(ROOT / top).rglob("*.py"), *(ROOT / top).rglob("*.yaml")]:
-            assert f"pekoe/{file.relative_to(ROOT)}" in names
+        for file in [*(checkout / top).rglob("*.py"), *(checkout / top).rglob("*.yaml")]:
+            assert f"pekoe/{file.relative_to(checkout)}" in names
     assert not [name for name in names if name.startswith(("pekoe/tests", "tests", "scripts"))]
 
 
