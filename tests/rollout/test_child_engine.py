@@ -386,7 +386,8 @@ with EngineNursery() as nursery:
 
 
 def test_a_job_that_was_suspended_as_a_whole_keeps_its_engine() -> None:
-    """`scontrol suspend`: rank, nursery and engine stand still for longer than the engine may be silent."""
+    """`scontrol suspend`: rank, nursery and engine stand still for longer than the engine may be silent, and go on in
+    this order."""
     here = str(Path(__file__).resolve().parent)
     rank = subprocess.Popen(
         [sys.executable, "-c", SUSPENDED.format(here=here, engine=ECHO)], stdout=subprocess.PIPE, text=True
@@ -399,6 +400,7 @@ def test_a_job_that_was_suspended_as_a_whole_keeps_its_engine() -> None:
         time.sleep(3.0)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+            time.sleep(0.4)
         assert rank.communicate(timeout=SECONDS)[0] == "7 None\n"
         assert rank.returncode == 0
     finally:
