@@ -56,11 +56,17 @@ def _reference(target: str, devices: tuple[str, ...] = ("cpu",)) -> Implementati
 
 OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "packing.best_fit": (_native("packing.native:best_fit"), _reference("packing.reference:best_fit")),
-    "packing.karmarkar_karp": (_native("packing.native:karmarkar_karp"), _reference("packing.reference:karmarkar_karp")),
+    "packing.karmarkar_karp": (
+        _native("packing.native:karmarkar_karp"),
+        _reference("packing.reference:karmarkar_karp"),
+    ),
     "packing.equal_count": (_native("packing.native:equal_count"), _reference("packing.reference:equal_count")),
     "packing.joint_plan": (_native("packing.native:joint_plan"), _reference("packing.reference:joint_plan")),
     "packing.pack": (_native("packing.native_ragged:pack"), _reference("packing.reference_ragged:pack", ANYWHERE)),
-    "packing.unpack": (_native("packing.native_ragged:unpack"), _reference("packing.reference_ragged:unpack", ANYWHERE)),
+    "packing.unpack": (
+        _native("packing.native_ragged:unpack"),
+        _reference("packing.reference_ragged:unpack", ANYWHERE),
+    ),
     "packing.position_ids": (
         _native("packing.native_ragged:position_ids"),
         _reference("packing.reference_ragged:position_ids", ANYWHERE),
@@ -69,6 +75,15 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
         _native("packing.native_ragged:sequence_index"),
         _reference("packing.reference_ragged:sequence_index", ANYWHERE),
     ),
+    "packing.zigzag_split": (
+        _native("packing.native_ragged:zigzag_split"),
+        _reference("packing.reference_ragged:zigzag_split"),
+    ),
+    "packing.prefix_trie": (
+        _native("packing.native_trie:prefix_trie"),
+        _reference("packing.reference_trie:prefix_trie"),
+    ),
+    "packing.block_map": (_native("packing.native_trie:block_map"), _reference("packing.reference_trie:block_map")),
     "sequence.gae": (_native("sequence.native:gae"), _reference("sequence.reference:gae", ANYWHERE)),
     "sequence.discounted_sums": (
         _native("sequence.native:discounted_sums"),

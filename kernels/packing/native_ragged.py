@@ -1,5 +1,5 @@
-"""`pack`, `unpack`, `position_ids` and `sequence_index` in C, on numpy arrays and on CPU tensors; rows are copied as
-bytes.
+"""`pack`, `unpack`, `position_ids`, `sequence_index` and `zigzag_split` in C, on numpy arrays and on CPU tensors; rows
+are copied as bytes.
 
 Legend: B sequences, T tokens of a row, M tokens laid end to end.
 """
@@ -24,6 +24,7 @@ SIGNATURES = {
     "pekoe_unpack": (POINTER, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, SIZE, POINTER),
     "pekoe_position_ids": (POINTER, SIZE, POINTER),
     "pekoe_sequence_index": (POINTER, SIZE, POINTER),
+    "pekoe_zigzag": (POINTER, POINTER, SIZE, SIZE, POINTER, POINTER, POINTER),
 }
 
 
@@ -75,6 +76,21 @@ def position_ids(cu_seqlens: Any, num_tokens: int) -> Any:
 def sequence_index(cu_seqlens: Any, num_tokens: int) -> Any:
     """[M] int32."""
     return _per_token(_library().pekoe_sequence_index, cu_seqlens, num_tokens)
+
+
+def zigzag_split(
+    cu_seqlens: npt.NDArray[np.int64], padded: npt.NDArray[np.int64], num_ranks: int
+) -> tuple[npt.NDArray[np.int32], ...]:
+    """Indices and positions [R, C], inverse [M]."""
+    share = int(padded[-1]) // num_ranks
+    indices, positions = (np.empty((num_ranks, share), dtype=np.int32) for _ in range(2))
+    inverse = np.empty(cu_seqlens[-1], dtype=np.int32)
+    status = _library().pekoe_zigzag(
+        pointer(cu_seqlens), pointer(padded), len(cu_seqlens) - 1, num_ranks, pointer(indices), pointer(positions),
+        pointer(inverse),
+    )  # fmt: skip
+    assert status == 0, "sequences do not fit into their padded ones"
+    return indices, positions, inverse
 
 
 def _per_token(function: Any, cu_seqlens: Any, num_tokens: int) -> Any:

@@ -1,5 +1,5 @@
-"""What `pack`, `unpack`, `position_ids` and `sequence_index` mean: index arithmetic, on arrays and on tensors of any
-device.
+"""What `pack`, `unpack`, `position_ids`, `sequence_index` and `zigzag_split` mean: index arithmetic, the first four on
+arrays and on tensors of any device.
 
 Legend: B sequences, T tokens of a row, M tokens laid end to end.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pekoe.kernels.boundaries import is_tensor
 
@@ -41,6 +42,24 @@ def sequence_index(cu_seqlens: Any, num_tokens: int) -> Any:
     """[M] int32."""
     rows = _repeat(_arange(len(cu_seqlens) - 1, cu_seqlens), cu_seqlens, num_tokens)
     return rows.int() if is_tensor(rows) else rows.astype(np.int32)
+
+
+def zigzag_split(
+    cu_seqlens: npt.NDArray[np.int64], padded: npt.NDArray[np.int64], num_ranks: int
+) -> tuple[npt.NDArray[np.int32], ...]:
+    """Indices and positions [R, C], inverse [M]: chunk by chunk."""
+    indices: list[list[int]] = [[] for _ in range(num_ranks)]
+    positions: list[list[int]] = [[] for _ in range(num_ranks)]
+    for begin, end, room in zip(cu_seqlens[:-1], cu_seqlens[1:], np.diff(padded), strict=True):
+        chunks = np.split(np.arange(room), 2 * num_ranks)
+        for rank in range(num_ranks):
+            mine = np.concatenate([chunks[rank], chunks[2 * num_ranks - 1 - rank]])
+            positions[rank] += mine.tolist()
+            indices[rank] += np.where(mine < end - begin, begin + mine, -1).tolist()
+    flat = np.array(indices, dtype=np.int32).reshape(num_ranks, -1)
+    inverse = np.empty(cu_seqlens[-1], dtype=np.int32)
+    inverse[flat[flat >= 0]] = np.flatnonzero(flat.reshape(-1) >= 0)
+    return flat, np.array(positions, dtype=np.int32).reshape(flat.shape), inverse
 
 
 def check_rows(cu_seqlens: Any, starts: Any, length: int) -> None:
