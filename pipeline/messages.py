@@ -110,6 +110,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     min_version: int
     max_version: int
     truncated: bool
+    num_shared: int = 0
+    """Tokens with which it begins as the row before it in its group does (`records.common_prefix`)."""
 
 
 class PublishedGroup(msgspec.Struct, frozen=True, array_like=True):

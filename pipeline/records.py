@@ -247,6 +247,16 @@ def pack(rows: Sequence[tuple[int, Trajectory]]) -> PackedBatch:
     )
 
 
+def common_prefix(row: npt.NDArray[np.integer[Any]], other: npt.NDArray[np.integer[Any]]) -> int:
+    """How many tokens two sequences have in common at their beginning, the last one of either left out."""
+    most = min(len(row), len(other)) - 1
+    if most <= 0:
+        return 0
+    differs = row[:most] != other[:most]
+    first = int(differs.argmax())
+    return first if differs[first] else most
+
+
 def has_extra(name: str, trajectories: Sequence[Trajectory]) -> bool:
     """Whether some trajectory has this array. ValueError when only some of them have log-probs of a teacher."""
     count = sum(name in t.extra for t in trajectories)

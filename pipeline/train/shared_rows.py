@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pekoe.pipeline.records import common_prefix
+
 Integers = npt.NDArray[np.integer[Any]]
 
 SHORTEST = 4
@@ -42,9 +44,10 @@ def shared_rows(tokens: Integers, cu_seqlens: Integers, groups: Integers, shorte
     and in order."""
     rows = np.split(tokens, cu_seqlens[1:-1])
     alike = [
-        _common(rows[row - 1], rows[row], shortest) if groups[row - 1] == groups[row] else 0
+        common_prefix(rows[row - 1], rows[row]) if groups[row - 1] == groups[row] else 0
         for row in range(1, len(groups))
     ]
+    alike = [length if length >= shortest else 0 for length in alike]
     found: list[SharedRows] = []
     first = 0
     for row in range(len(groups)):
@@ -57,16 +60,6 @@ def shared_rows(tokens: Integers, cu_seqlens: Integers, groups: Integers, shorte
 def num_computed(runs: Sequence[SharedRows], lengths: Integers) -> int:
     """Tokens that a model runs on."""
     return int(np.sum(lengths)) - sum(run.saved for run in runs)
-
-
-def _common(row: Integers, other: Integers, shortest: int) -> int:
-    """How many tokens two rows share at their beginning, without the last one of either; 0 when that is too few."""
-    most = min(len(row), len(other)) - 1
-    if most < shortest:
-        return 0
-    differs = row[:most] != other[:most]
-    length = int(differs.argmax()) if differs.any() else most
-    return length if length >= shortest else 0
 
 
 def _cut(first: int, alike: Sequence[int]) -> list[SharedRows]:

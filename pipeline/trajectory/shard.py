@@ -363,6 +363,7 @@ class Shard:
             for first, end in slices_of(self._offsets, SLICE_TOKENS):
                 tokens, offsets, numbers = self._columns(first, end)
                 _sound_rows(tokens, offsets, numbers, infos[first:end])
+                facts.add_tokens(tokens["id"], offsets, self._numbers)
                 facts.add_mask(tokens["loss_mask"] != 0, offsets[:-1])
                 facts.add_versions(tokens["version"], offsets[:-1])
                 if "turn_reward" in tokens:

@@ -6,6 +6,7 @@ at, `starts` are the offsets without the last. Together the checks are those of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -15,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pekoe.pipeline.messages import Row
-from pekoe.pipeline.records import HIGHEST_LOGPROB, Int64, Trajectory, extra_or_zeros, turn_rewards_are_sound
+from pekoe.pipeline.records import (
+    HIGHEST_LOGPROB,
+    Int64,
+    Trajectory,
+    common_prefix,
+    extra_or_zeros,
+    turn_rewards_are_sound,
+)
 from pekoe.pipeline.trajectory.schema import OPTIONAL_COLUMNS, TOKEN_COLUMNS, Column, Columns, column_dtype
 
 PIECE_TOKENS = 1 << 17
@@ -96,6 +104,18 @@ class RowFacts:
         self._min_versions: list[int] = []
         self._max_versions: list[int] = []
         self._turn_rewards: list[float] = []
+        self._num_shared: list[int] = []
+        self._last_row: Column = np.zeros(0, np.int32)
+
+    def add_tokens(self, tokens: Column, offsets: Int64, numbers: Columns) -> None:
+        """Of the next rows; `numbers` are those of all rows."""
+        row = len(self._num_shared)
+        for start, end in itertools.pairwise(offsets.tolist()):
+            here = tokens[start:end]
+            follows = row > 0 and all(numbers[name][row - 1] == numbers[name][row] for name in ("group", "try"))
+            self._num_shared.append(common_prefix(self._last_row, here) if follows else 0)
+            self._last_row, row = here, row + 1
+        self._last_row = self._last_row.copy()
 
     def add_mask(self, active: Bools, starts: Int64) -> None:
         self._num_active += np.add.reduceat(active.view(np.uint8), starts, dtype=np.int32).tolist()
@@ -122,6 +142,7 @@ class RowFacts:
             self._min_versions,
             self._max_versions,
             (numbers["truncated"] != 0).tolist(),
+            self._num_shared,
         )
         return [Row(*values) for values in zip(*columns, strict=True)]
 
@@ -171,6 +192,9 @@ class TokenColumns:
     def _look(self, name: str, index: int, piece: Column) -> bool:
         first, end = self._slices[index]
         starts = self._offsets[first:end] - self._offsets[first]
+        if name == "id":
+            offsets = self._offsets[first : end + 1] - self._offsets[first]
+            self._facts.add_tokens(piece, offsets, self._numbers)
         if name == "loss_mask":
             self._active.append(piece != 0)
             self._facts.add_mask(self._active[index], starts)

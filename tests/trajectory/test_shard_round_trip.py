@@ -62,12 +62,20 @@ def notice_by_hand(written: list[Group]) -> tuple[PublishedGroup, ...]:
     """Token by token, as the words of the record say it."""
     rows = itertools.count()
     return tuple(
-        PublishedGroup(group.number, group.try_number, tuple(row_by_hand(next(rows), t) for t in group.trajectories))
+        PublishedGroup(
+            group.number,
+            group.try_number,
+            tuple(
+                row_by_hand(next(rows), trajectory, before)
+                for before, trajectory in zip([None, *group.trajectories], group.trajectories, strict=False)
+            ),
+        )
         for group in written
     )
 
 
-def row_by_hand(row: int, trajectory: Trajectory) -> Row:
+def row_by_hand(row: int, trajectory: Trajectory, before: Trajectory | None) -> Row:
+    alike = zip(before.tokens[:-1], trajectory.tokens[:-1], strict=False) if before is not None else ()
     versions = [int(v) for v, active in zip(trajectory.versions, trajectory.loss_mask, strict=True) if active]
     return Row(
         row=row,
@@ -78,6 +86,7 @@ def row_by_hand(row: int, trajectory: Trajectory) -> Row:
         min_version=min(versions),
         max_version=max(versions),
         truncated=trajectory.finish == Finish.LENGTH,
+        num_shared=len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], alike))),
     )
 
 
