@@ -19,6 +19,8 @@ Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 Barrier = Literal["micro_step", "step"]
 UNLIMITED = int(np.iinfo(np.int64).max)
+LARGEST_SUM = 2**53
+"""Of lengths: whole numbers up to it are exact in float64, too."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int | None = None) -> Int64
     sizes = _whole_numbers("lengths", lengths)
     seats = _at_least_one("max_items", max_items)
     _check_fits(sizes, capacity, "capacity")
-    bins: Int64 = kernel("packing.best_fit")(sizes, int(capacity), seats)
+    bins: Int64 = kernel("packing.best_fit")(sizes, min(int(capacity), UNLIMITED), seats)
     return bins
 
 
@@ -106,7 +108,7 @@ def joint_plan(
         if sequences.max(initial=0) == sequences.min(initial=UNLIMITED) > 0:
             seats, sequences = seats // int(sequences[0]), None
     rank, step, num_steps = kernel("packing.joint_plan")(
-        sizes, weights, sequences, ranks, int(max_tokens), seats, barrier == "micro_step"
+        sizes, weights, sequences, ranks, min(int(max_tokens), UNLIMITED), seats, barrier == "micro_step"
     )
     return JointPlan(np.repeat(rank, granularity), np.repeat(step, granularity), num_steps)
 
@@ -119,6 +121,8 @@ def _whole_numbers(name: str, values: Any, num_rows: int | None = None) -> Int64
     if whole.min(initial=0) < 0:
         item = int(np.argmax(whole < 0))
         raise ValueError(f"{name}: item {item} is {whole[item]}; allowed: at least 0")
+    if whole.sum(dtype=np.float64) > LARGEST_SUM:
+        raise ValueError(f"{name}: a sum of {whole.sum(dtype=np.float64):.3g} is not allowed; allowed: {LARGEST_SUM}")
     return whole
 
 

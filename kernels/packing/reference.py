@@ -21,6 +21,8 @@ SWAP_TRIES = 64
 """Pairs of parts that `equal_count` looks at, for each part."""
 TOLERANCE = 1e-5
 """`equal_count` is content with a heaviest part this close to the mean."""
+LARGE_ITEMS = 4
+"""`joint_plan` knows that a bin holds at most k items that are longer than 1 / (k + 1) of it, for k up to this."""
 
 
 def best_fit(lengths: Int64, capacity: int, max_items: int) -> Int64:
@@ -78,9 +80,9 @@ def equal_count(costs: Float64, num_parts: int) -> Int64:
     heaviest part exchanges an item with the lightest part that lowers it, until none does.
     """
     members, load = _dealt(costs, num_parts)
-    mean = float(load.sum()) / num_parts
+    mean = float(np.cumsum(load)[-1]) / num_parts  # one after the other; sum() adds in another order
     tries = 0
-    while tries < SWAP_TRIES * num_parts:
+    while len(costs) > num_parts and tries < SWAP_TRIES * num_parts:
         heavy = int(np.argmax(load))
         if load[heavy] <= mean * (1 + TOLERANCE):
             break
@@ -196,7 +198,10 @@ def _fewest_bins(
         return _longest_first(lengths, costs, counts, num_ranks * num_steps, max_tokens, max_sequences)
 
     sequences = len(lengths) if counts is None else int(counts.sum())
-    lowest = max(1, _ceil(int(lengths.sum()), num_ranks * max_tokens), _ceil(sequences, num_ranks * max_sequences))
+    least_bins = [_ceil(int(lengths.sum()), max_tokens), _ceil(sequences, max_sequences)]
+    for most in range(1, LARGE_ITEMS + 1):
+        least_bins.append(_ceil(int((lengths > max_tokens // (most + 1)).sum()), most))
+    lowest = max(1, _ceil(max(least_bins), num_ranks))
     bins = attempt(lowest)
     if bins is not None:
         return bins, lowest
