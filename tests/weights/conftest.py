@@ -80,7 +80,7 @@ class ReceiverProcess:
         self.process.stdin.write(json.dumps({"prepare": msgspec.to_builtins(message), **job}) + "\n")
         self.process.stdin.flush()
 
-    def answer(self, seconds: float = 40) -> dict[str, Any]:
+    def answer(self, seconds: float = 100) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.answers.get(timeout=seconds))
         return found
 
@@ -93,7 +93,7 @@ class TransferWorld:
     """Rank 0 sends, ranks 1… receive."""
 
     def __init__(self, run: RunDirectory, transport: str, receivers: int, **settings: Any) -> None:
-        options = {"bucket_bytes": 1024, "bucket_seconds": 5.0, "verify": False, **settings}
+        options = {"bucket_bytes": 1024, "bucket_seconds": 20.0, "verify": False, **settings}
         per_rank = options.pop("environment", {})
         setup = TransportSetup(0, "trainer", run, torch.device("cpu"), "gloo", "127.0.0.1", **options)
         self.sender = resolve(WEIGHT_TRANSPORTS, transport, "transport").sender(setup)

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from pekoe.pipeline import complete_folder
+from pekoe.pipeline import complete_folder, pins
 from pekoe.pipeline.messages import PrepareWeights
 from pekoe.pipeline.pins import Pin, Pins
 from pekoe.pipeline.run_directory import RunDirectory
 from pekoe.pipeline.weights.disk import DiskTransport
 from pekoe.pipeline.weights.transport_setup import TransferError, TransportSetup
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run(tmp_path):
     return run
 
 
-def setup_of(run: RunDirectory, rank: int, seconds: float = 5.0, **settings: Any) -> TransportSetup:
+def setup_of(run: RunDirectory, rank: int, seconds: float = 20.0, **settings: Any) -> TransportSetup:
     role = "rollout" if rank else "trainer"
     return TransportSetup(rank, role, run, torch.device("cpu"), "gloo", "127.0.0.1", 128, seconds, **settings)
 
@@ -65,7 +65,7 @@ def test_sender_failure_reaches_readers_and_leaves_nothing(world, kit):
         w.transfer(1, 0, weights, counted=counted)
     assert counted.taken == len(weights) + 1
     assert "the sender failed: tensor 'more'" in w.receivers[1].answer()["error"]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25, "well before the limit"
     assert not list(w.sender._setup.run.weights.glob("v-1*part*"))
     w.transfer(1, 0, weights)
     assert w.receivers[1].answer().get("tensors") == kit.described(weights)
@@ -145,7 +145,9 @@ def test_versions_kept_by_order_of_writing(run, kit):
     assert versions_on_disk(run) == [3, 4]
 
 
-def test_pinned_version_stays_until_its_reader_is_done_or_dead(run, kit):
+def test_pinned_version_stays_until_its_reader_is_done_or_dead(run, kit, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(pins, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     weights = kit.model(1, tensors=1)
     sender = DiskTransport.sender(setup_of(run, 0, seconds=0.2, keep_versions=1))
     sender.open_epoch(0, (0, 1))
@@ -154,11 +156,11 @@ def test_pinned_version_stays_until_its_reader_is_done_or_dead(run, kit):
     pin.hold(1)
     send(sender, kit, 2, weights)
     assert versions_on_disk(run) == [1, 2]
-    time.sleep(1.0)
+    clock[0] += 1.0
     pin.hold(1)
     send(sender, kit, 3, weights)
     assert versions_on_disk(run) == [1, 3], "the reader has shown life"
-    time.sleep(1.0)
+    clock[0] += 1.0
     send(sender, kit, 4, weights)
     assert versions_on_disk(run) == [4], "a reader that is silent for 4 x the limit is dead"
 
