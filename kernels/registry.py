@@ -50,6 +50,10 @@ def _triton(target: str) -> Implementation:
     return Implementation("triton", f"pekoe.kernels.{target}", ("cuda", "npu"))
 
 
+def _torch(target: str) -> Implementation:
+    return Implementation("torch", f"pekoe.kernels.{target}", ANYWHERE)
+
+
 def _reference(target: str, devices: tuple[str, ...] = ("cpu",)) -> Implementation:
     return Implementation("reference", f"pekoe.kernels.{target}", devices)
 
@@ -96,6 +100,26 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "sequence.segment_mean": (
         _native("sequence.native:segment_mean"),
         _reference("sequence.reference:segment_mean", ANYWHERE),
+    ),
+    "logprob.hidden_statistics": (
+        _native("logprob.native:hidden_statistics"),
+        _torch("logprob.torch_tiles:hidden_statistics"),
+        _reference("logprob.reference:hidden_statistics", ANYWHERE),
+    ),
+    "logprob.hidden_gradients": (
+        _native("logprob.native:hidden_gradients"),
+        _torch("logprob.torch_tiles:hidden_gradients"),
+        _reference("logprob.reference:hidden_gradients", ANYWHERE),
+    ),
+    "logprob.logits_statistics": (
+        _native("logprob.native:logits_statistics"),
+        _torch("logprob.torch_tiles:logits_statistics"),
+        _reference("logprob.reference:logits_statistics", ANYWHERE),
+    ),
+    "logprob.logits_gradient": (
+        _native("logprob.native:logits_gradient"),
+        _torch("logprob.torch_tiles:logits_gradient"),
+        _reference("logprob.reference:logits_gradient", ANYWHERE),
     ),
 }
 """In the order of preference."""
