@@ -60,10 +60,12 @@ class Counted:
 class ReceiverProcess:
     """A receiver that works through jobs; every answer has a time limit."""
 
-    def __init__(self, options: dict[str, Any], environment: dict[str, str]) -> None:
-        self.rank = options["rank"]
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self.num_waiting = 0
+        """Answers that have not come yet."""
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("receiver_process.py")), json.dumps(options)],
+            [sys.executable, str(Path(__file__).with_name("receiver_process.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env={**os.environ, **environment},
         )  # fmt: skip
@@ -76,13 +78,23 @@ class ReceiverProcess:
             self.answers.put(line)
 
     def ask(self, message: PrepareWeights, **job: Any) -> None:
+        self.tell({"prepare": msgspec.to_builtins(message), **job})
+
+    def tell(self, job: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prepare": msgspec.to_builtins(message), **job}) + "\n")
+        self.num_waiting += 1
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
 
     def answer(self, seconds: float = 100) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.answers.get(timeout=seconds))
+        self.num_waiting -= 1
         return found
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether another test can have it."""
+        return self.process.poll() is None and self.num_waiting == 0 and not self.environment
 
     def end(self) -> None:
         self.process.kill()
@@ -92,7 +104,10 @@ class ReceiverProcess:
 class TransferWorld:
     """Rank 0 sends, ranks 1… receive."""
 
-    def __init__(self, run: RunDirectory, transport: str, receivers: int, **settings: Any) -> None:
+    def __init__(
+        self, idle: list[ReceiverProcess], run: RunDirectory, transport: str, receivers: int, **settings: Any
+    ) -> None:
+        self._idle = idle
         options = {"bucket_bytes": 1024, "bucket_seconds": 20.0, "verify": False, **settings}
         per_rank = options.pop("environment", {})
         setup = TransportSetup(0, "trainer", run, torch.device("cpu"), "gloo", "127.0.0.1", **options)
@@ -100,7 +115,9 @@ class TransferWorld:
         self.receivers: dict[int, ReceiverProcess] = {}
         for rank in range(1, receivers + 1):
             mine = {**options, "rank": rank, "transport": transport, "run": str(run.path)}
-            self.receivers[rank] = ReceiverProcess(mine, per_rank.get(rank, {}))
+            environment = per_rank.get(rank, {})
+            self.receivers[rank] = ReceiverProcess(environment) if environment or not idle else idle.pop()
+            self.receivers[rank].tell({"options": mine})
         for rank, receiver in self.receivers.items():
             assert receiver.answer() == {"up": rank}
         self.endpoint: dict[int, str] = {}
@@ -129,17 +146,29 @@ class TransferWorld:
     def close(self) -> None:
         self.sender.close()
         for receiver in self.receivers.values():
-            receiver.end()
+            if receiver.is_idle:
+                self._idle.append(receiver)
+            else:
+                receiver.end()
+
+
+@pytest.fixture(scope="session")
+def idle_receivers() -> Iterator[list[ReceiverProcess]]:
+    """Processes that have imported torch, for the next test."""
+    idle: list[ReceiverProcess] = []
+    yield idle
+    for receiver in idle:
+        receiver.end()
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[Callable[..., TransferWorld]]:
+def world(tmp_path: Path, idle_receivers: list[ReceiverProcess]) -> Iterator[Callable[..., TransferWorld]]:
     made: list[TransferWorld] = []
 
     def make(transport: str, receivers: int, **settings: Any) -> TransferWorld:
         run = RunDirectory(tmp_path / "run")
         run.create()
-        made.append(TransferWorld(run, transport, receivers, **settings))
+        made.append(TransferWorld(idle_receivers, run, transport, receivers, **settings))
         return made[-1]
 
     yield make

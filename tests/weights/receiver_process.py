@@ -1,4 +1,5 @@
-"""One engine's rank in a test: takes a JSON job a line on stdin, answers with a JSON line each."""
+"""One engine's rank in a test: takes a JSON job a line on stdin, answers with a JSON line each. A job with `options`
+is a new receiver in place of the one before."""
 
 from __future__ import annotations
 
@@ -47,19 +48,29 @@ def load(receiver: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {"tensors": found, "seconds": time.monotonic() - began}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    options = json.loads(sys.argv[1])
+def receiver_of(options: dict[str, Any]) -> Any:
     setup = TransportSetup(
         rank=options["rank"], role="rollout", run=RunDirectory(Path(options["run"])), device=torch.device("cpu"),
         backend="gloo", host="127.0.0.1", bucket_bytes=options["bucket_bytes"],
         bucket_seconds=options["bucket_seconds"], verify=options["verify"],
     )  # fmt: skip
-    receiver = resolve(WEIGHT_TRANSPORTS, options["transport"], "transport").receiver(setup)
-    print(json.dumps({"up": options["rank"]}), flush=True)
+    return resolve(WEIGHT_TRANSPORTS, options["transport"], "transport").receiver(setup)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    receiver = None
     for line in sys.stdin:
-        print(json.dumps(load(receiver, json.loads(line))), flush=True)
-    receiver.close()
+        job = json.loads(line)
+        if "options" not in job:
+            print(json.dumps(load(receiver, job)), flush=True)
+            continue
+        if receiver is not None:
+            receiver.close()
+        receiver = receiver_of(job["options"])
+        print(json.dumps({"up": job["options"]["rank"]}), flush=True)
+    if receiver is not None:
+        receiver.close()
 
 
 if __name__ == "__main__":
