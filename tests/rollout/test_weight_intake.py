@@ -25,6 +25,7 @@ from pekoe.pipeline.messages import (
     WeightsLoaded,
     WeightsReady,
 )
+from pekoe.pipeline.rollout import restarting_engine
 from pekoe.pipeline.rollout.engine import EngineFailedError
 from pekoe.pipeline.rollout.rank_loop import RolloutLoop, RolloutParts
 from pekoe.pipeline.rollout.restarting_engine import RestartingEngine
@@ -325,9 +326,10 @@ class Fragile:
     "moment", ["before", "stopping", "ready", "first", "middle", "last", "score", "resume", "after"]
 )
 def test_an_engine_that_fails_at_any_moment_of_an_update(
-    moment: str, mode: str, models: Any, harness: Any, make_request: Any, prompts: Any
+    moment: str, mode: str, models: Any, harness: Any, make_request: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head hears of it once, never of a version that is not served; then a new update works, with requests kept."""
+    monkeypatch.setattr(restarting_engine, "GONE_SECONDS", 0.05)  # `Fragile` keeps what it has built
     made = Fragile(models, harness, mode)
     rank, first = made.rank, made.built[0]
     assert rank is not None
