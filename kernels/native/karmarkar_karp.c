@@ -10,8 +10,8 @@ typedef struct {
 } chain;
 
 typedef struct {
-    double spread;
-    int32_t id, slot; /* the largest item at its beginning; its place in the pool */
+    double spread, top; /* the heaviest set less the lightest; the heaviest set */
+    int32_t id, slot; /* the first item; its place in the pool */
 } state;
 
 typedef struct {
@@ -26,7 +26,9 @@ typedef struct {
 } differencing;
 
 static int before(const state *a, const state *b) {
-    return a->spread > b->spread || (a->spread == b->spread && a->id < b->id);
+    if (a->spread != b->spread) return a->spread > b->spread;
+    if (a->top != b->top) return a->top > b->top;
+    return a->id < b->id;
 }
 
 static void push_state(differencing *d, state added) {
@@ -80,19 +82,19 @@ static void add_state(differencing *d, pair *sets, int64_t m, const pair *other)
 static void difference(differencing *d, int64_t n, const double *costs, const int32_t *order, int64_t *parts) {
     int64_t position = 0, m = 0;
     pair *sets = NULL;
-    state current = {0, 0, 0};
+    state current = {0, 0, 0, 0};
     while (position < n || d->num_full) {
         int single = position < n;
-        state taken = {0, 0, 0};
+        state taken = {0, 0, 0, 0};
         if (single) {
-            taken = (state){costs[order[position]], order[position], 0};
+            taken = (state){costs[order[position]], costs[order[position]], order[position], 0};
             single = !d->num_full || before(&taken, &d->full[0]);
         }
         if (single) position++;
         else taken = pop_state(d);
         if (!sets) {
             if (single) {
-                current = (state){taken.spread, taken.id, d->free_slots[--d->num_free]};
+                current = (state){taken.spread, taken.top, taken.id, d->free_slots[--d->num_free]};
                 sets = d->sums + current.slot * d->k;
                 m = add_item(d, sets, 0, (pair){costs[taken.id], taken.id});
             } else {
@@ -111,6 +113,7 @@ static void difference(differencing *d, int64_t n, const double *costs, const in
         }
         if (m == d->k) {
             current.spread = sets[0].key - sets[m - 1].key;
+            current.top = sets[0].key;
             /* The last state is the result. */
             if (position == n && !d->num_full) break;
             push_state(d, current);

@@ -48,22 +48,23 @@ def karmarkar_karp(costs: Float64, num_parts: int) -> Int64:
     """Part of each item by the largest differencing method.
 
     A state is `num_parts` sets, sorted by falling sum. It begins as one item and empty sets. The two states with the
-    largest difference between their first and last set become one: the heaviest set joins the other's lightest, and so
-    on. Items that cost nothing come last, each to the part with the fewest items.
+    largest difference between their first and last set (equal: the heaviest first set, then the lower first item)
+    become one: the heaviest set joins the other's lightest, and so on. Items that cost nothing come last, each to the
+    part with the fewest items.
     """
     parts = np.zeros(len(costs), np.int64)
-    states: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    states: list[tuple[float, float, int, list[tuple[float, list[int]]]]] = []
     for item in np.flatnonzero(costs):
         sets = [(float(costs[item]), [int(item)])] + [(0.0, [])] * (num_parts - 1)
-        states.append((sets[-1][0] - sets[0][0], int(item), sets))
+        states.append((sets[-1][0] - sets[0][0], -sets[0][0], int(item), sets))
     heapq.heapify(states)
     while len(states) > 1:
-        _, number, one = heapq.heappop(states)
-        _, _, other = heapq.heappop(states)
+        _, _, number, one = heapq.heappop(states)
+        _, _, _, other = heapq.heappop(states)
         joined = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda pair: -pair[0])
-        heapq.heappush(states, (joined[-1][0] - joined[0][0], number, joined))
-    for _, _, sets in states:
+        heapq.heappush(states, (joined[-1][0] - joined[0][0], -joined[0][0], number, joined))
+    for *_, sets in states:
         for part, (_, items) in enumerate(sets):
             parts[items] = part
     num_items = np.bincount(parts[costs > 0], minlength=num_parts)
