@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pekoe.kernels.logprob.tiles import Four, wide_dtype
+from pekoe.kernels.logprob.tiles import WEIGHTLESS, Four, wide_dtype
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def logits_statistics(logits: Tensor, targets: Tensor, temperature: float, momen
     maximum = torch.cat((wide, wide.new_full((len(wide), 1), lowest)), 1).amax(1)
     q = (wide - maximum[:, None]) / temperature
     weights = q.exp()
-    moment = (weights * q.clamp(min=lowest)).sum(1) if moments else torch.zeros_like(maximum)
+    moment = (weights * q.clamp(min=WEIGHTLESS)).sum(1) if moments else torch.zeros_like(maximum)
     places, inside = _places(targets, wide.shape[1])
     extended = torch.cat((wide, torch.zeros_like(maximum)[:, None]), 1)
     picked = torch.where(inside, extended.gather(1, places[:, None]).squeeze(1), torch.zeros_like(maximum))
@@ -100,7 +100,7 @@ def logits_gradient(
     """[K, V] in the dtype of `logits`: exp(q) (a + b q), plus c at the target."""
     wide = logits.to(maximum.dtype)
     q = (wide - maximum[:, None]) / temperature
-    slopes = q.exp() * (a[:, None] + b[:, None] * q.clamp(min=torch.finfo(q.dtype).min))
+    slopes = q.exp() * (a[:, None] + b[:, None] * q.clamp(min=WEIGHTLESS))
     _, inside = _places(targets, wide.shape[1])
     slopes[inside] += c[inside, None] * torch.nn.functional.one_hot(targets[inside], wide.shape[1])
     return slopes.to(logits.dtype)

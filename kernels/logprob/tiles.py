@@ -25,6 +25,9 @@ ELEMENTS_ELSEWHERE = 1 << 24
 WIDENED_ELEMENTS = 1 << 21
 """Of a tile of a bfloat16 weight, which is copied to float32 (8 MiB)."""
 
+WEIGHTLESS = -1e4
+"""q whose exp is 0 in every precision: what -inf is taken for where it is a factor beside a weight of 0."""
+
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pekoe.kernels.logprob import tiles
-from pekoe.kernels.logprob.tiles import Four, Slopes, Statistics
+from pekoe.kernels.logprob.tiles import WEIGHTLESS, Four, Slopes, Statistics
 
 
 class TorchEpilogue:
@@ -29,7 +29,8 @@ class TorchEpilogue:
         higher = torch.maximum(known.maximum, tile.amax(1))
         lowered = lowered_by(known.maximum - higher, temperature)
         shrink = lowered.exp()
-        known.moment.add_(lowered * known.total).mul_(shrink)
+        if moments:
+            known.moment.add_(lowered * known.total).mul_(shrink)
         known.total.mul_(shrink)
         known.maximum.copy_(higher)
         q = tile.sub_(higher[:, None]).div_(temperature)
@@ -37,7 +38,7 @@ class TorchEpilogue:
         known.total.add_(weights.sum(1))
         if moments:
             # A probability of 0 counts nothing, also where the logit is -inf.
-            known.moment.add_(torch.linalg.vecdot(weights, q.clamp_(min=torch.finfo(q.dtype).min)))
+            known.moment.add_(torch.linalg.vecdot(weights, q.clamp_(min=WEIGHTLESS)))
 
     def write_slopes(
         self, tile: Tensor, targets: Tensor, first: int, temperature: float, slopes: Slopes, out: Tensor
@@ -45,7 +46,7 @@ class TorchEpilogue:
         place, inside = _places(tile, targets, first)
         q = torch.sub(tile, slopes.maximum[:, None], out=out).div_(temperature)
         weights = q.exp()
-        q.clamp_(min=torch.finfo(q.dtype).min).mul_(slopes.b[:, None]).add_(slopes.a[:, None]).mul_(weights)
+        q.clamp_(min=WEIGHTLESS).mul_(slopes.b[:, None]).add_(slopes.a[:, None]).mul_(weights)
         q.scatter_add_(1, place, torch.where(inside, slopes.c, torch.zeros_like(slopes.c))[:, None])
 
 

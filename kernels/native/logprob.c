@@ -81,7 +81,7 @@ INLINE void row_statistics(const float *x, int64_t n, float scale, int moments, 
         if (higher > high) {
             float t = scaled(high, higher, scale);
             double shrink = exp2_of(t);
-            total[1] = shrink * (total[1] + LN2 * t * total[0]);
+            if (moments) total[1] = shrink * (total[1] + LN2 * t * total[0]);
             total[0] *= shrink;
             high = higher;
         }
