@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+LOOK_SECONDS = 1.0
+"""Between two looks for silence."""
+LATE_SECONDS = 0.5
+"""A look that comes so much later: this main thread, if not the whole machine, stood still meanwhile."""
 OWN_PAUSE_SECONDS = 5.0
-"""A main thread looks for silence about every second; one that came so late was at least held up itself."""
+"""One that was held up for so long, and for half of `silence_seconds`, begins anew."""
 DUMP_SHARE = 0.75
 """A main thread that has stood still for this share of `silence_seconds` has its stacks written into the log."""
 DEPUTY_SHARE = 0.25
@@ -62,7 +66,7 @@ class Pulse:
         self._inbox = world.post.inbox(Heartbeat, NodeHeartbeats)
         self._counter = 0
         self._next_beat = 0.0
-        self._next_check = time.monotonic() + 1.0
+        self._next_check = time.monotonic() + LOOK_SECONDS
         self._looked = time.monotonic()
         self._files: HeartbeatFiles | None = None
         self._stands_in = False
@@ -111,7 +115,7 @@ class Pulse:
             self.send()
         self._take(now)
         if now >= self._next_check:
-            self._next_check = now + 1.0
+            self._next_check = now + LOOK_SECONDS
             self._look_for_silence(now)
             self.world.run_checks()
 
@@ -207,6 +211,8 @@ class Pulse:
         stood_still, self._looked = now - self._looked, now
         if stood_still > max(limit / 2, OWN_PAUSE_SECONDS):
             self._heard = dict.fromkeys(self._heard, now)
+        elif (late := stood_still - LOOK_SECONDS) > LATE_SECONDS:
+            self._heard = {rank: min(now, heard + late) for rank, heard in self._heard.items()}
         if self.duties.is_deputy and not self._stands_in:
             return
         for rank in self.duties.judged:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import msgspec
 from worlds import StartedWorld
 
 from pekoe.launch.node_leaders import duties_of
-from pekoe.launch.pulse import PHASE_LENGTH, RANKS_PER_MESSAGE, _short
+from pekoe.launch.pulse import PHASE_LENGTH, RANKS_PER_MESSAGE, Pulse, SilentRankError, _short
+from pekoe.launch.world import WorldSettings
 from pekoe.pipeline.messages import HeardRank, Heartbeat, NodeHeartbeats, ThreadPhase
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.run_directory import RunDirectory
@@ -66,7 +68,7 @@ def start(tmp_path: Path) -> tuple[StartedWorld, dict[int, int]]:
     run.mkdir()
     world = StartedWorld(run, "nodes", 6)
     world.wait_until_said(6)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (heard_by_head(world) and len(heard_by_head(world)[-1]) == 6) and time.monotonic() < deadline:
         time.sleep(0.05)
     return world, {said["rank"]: said["pid"] for said in world.said() if "pid" in said}
@@ -108,3 +110,19 @@ def test_a_silent_leader_is_judged_by_the_head_and_hides_nobody(tmp_path: Path) 
     assert "SilentRankError: rank 2 (rollout, node-1) has sent no heartbeat for" in record["error"]
     gained = {rank: count - before[rank] for rank, count in heard_by_head(world)[-1].items()}
     assert gained[3] >= gained[2] + 3, "rank 3 tells of itself while its leader is silent"
+
+
+@pytest.mark.parametrize("pause", [1.8, 2.9, 4.9])
+def test_a_rank_that_stood_still_counts_only_the_time_in_which_it_looked(pause: float) -> None:
+    """Shorter than what makes it begin anew: the machine stalled, and nobody could send."""
+    pulse = Pulse.__new__(Pulse)
+    state = SimpleNamespace(run=None)
+    pulse.world = SimpleNamespace(  # type: ignore[assignment]
+        settings=WorldSettings(silence_seconds=3.0), hosts=("a", "a"), state=state, stacks_of=lambda ranks: {}
+    )
+    pulse.duties = SimpleNamespace(is_deputy=False, judged=(1,))  # type: ignore[assignment]
+    pulse.newest, pulse._heard, pulse._looked = {}, {1: 99.5}, 100.0
+    for seconds in (pause, pause + 1.0):
+        pulse._look_for_silence(100.0 + seconds)
+    with pytest.raises(SilentRankError, match="rank 1 .* has sent no heartbeat"):
+        pulse._look_for_silence(100.0 + pause + 2.0)

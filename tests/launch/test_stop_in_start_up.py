@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from worlds import StartedWorld
 
-LIMIT = 10.0
+LIMIT = 40.0
 KINDS = [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP]
 
 
@@ -30,7 +30,7 @@ def start(tmp_path: Path, what: str, num_ranks: int = 2) -> StartedWorld:
     [("before MPI", signal.SIGHUP), ("loading", signal.SIGUSR2), *(("in MPI_Init", number) for number in KINDS)],
 )
 def test_a_stop_in_start_up_ends_in_order(tmp_path: Path, where: str, number: signal.Signals) -> None:
-    """Rank 0 comes to MPI two seconds late: until then it is before MPI, and rank 1 is in MPI_Init."""
+    """Rank 0 comes to MPI when it may: until then it is before MPI, and rank 1 is in MPI_Init."""
     world = start(tmp_path, "loading" if where == "loading" else "slow-init")
     world.wait_until_said(2)
     if where == "in MPI_Init":
@@ -39,6 +39,8 @@ def test_a_stop_in_start_up_ends_in_order(tmp_path: Path, where: str, number: si
     world.process.send_signal(number)
     time.sleep(0.05)
     world.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    (tmp_path / "run" / "go").touch()
     ended = world.finish()
     assert ended.code == 75, ended.output
     assert not ended.records
@@ -48,13 +50,14 @@ def test_a_stop_in_start_up_ends_in_order(tmp_path: Path, where: str, number: si
 
 def test_a_rank_that_never_comes_to_mpi_holds_up_no_stop(tmp_path: Path) -> None:
     world = start(tmp_path, "stuck-init")
+    (tmp_path / "run" / "go").touch()
     world.wait_until_said(2)
     time.sleep(2.5)
     told_at = time.monotonic()
     world.process.send_signal(signal.SIGTERM)
     ended = world.finish()
     assert ended.code == 75, ended.output
-    assert time.monotonic() - told_at < 8.0 + LIMIT
+    assert time.monotonic() - told_at < LIMIT, "long before the limit of MPI_Init"
     assert not ended.records
 
 

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from worlds import PROGRAM, Ended, StartedWorld
 
-LIMIT = 10.0
+LIMIT = 40.0
 
 
 def run_world(tmp_path: Path, what: str, num_ranks: int = 2) -> Ended:
@@ -216,7 +216,7 @@ def test_worlds_of_size_one_under_a_launcher_of_two_are_refused(tmp_path: Path) 
     environ = {**os.environ, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8"}
     run = tmp_path / "run"
     command = [sys.executable, str(PROGRAM), str(run), "clean"]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90)
     assert result.returncode == 78, result.stderr
     assert "world of 1 ranks but srun started 2" in result.stderr
 
@@ -226,4 +226,4 @@ def test_idle_ranks_burn_no_core(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     used = {said["rank"]: said["cpu"] for said in ended.said if "cpu" in said}
     assert len(used) == 2
-    assert all(seconds < 0.5 for seconds in used.values()), used
+    assert all(seconds < 0.7 for seconds in used.values()), used

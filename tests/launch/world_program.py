@@ -25,7 +25,10 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 OUT = os.fdopen(os.dup(1), "w")
 RUN, WHAT = Path(sys.argv[1]), sys.argv[2]
-FAST = WorldSettings(heartbeat_seconds=0.2, silence_seconds=2.0, grace_seconds=3.0, setup_seconds=20.0)
+STEADY = WorldSettings(heartbeat_seconds=0.2, silence_seconds=30.0, grace_seconds=3.0, setup_seconds=80.0)
+FAST = replace(STEADY, silence_seconds=2.0)
+SILENT = ("serve", "hold", "hold-not", "nodes", "stall")
+"""Worlds in which somebody falls silent."""
 LOGGED = ("asked", "stacks", "hold", "hold-not", "stall")
 PATIENT = WorldSettings(heartbeat_seconds=0.2)
 
@@ -77,9 +80,14 @@ def rank_program(reports: Reports) -> int:
     if WHAT in ("slow-init", "stuck-init"):
         reports.tell(grace=FAST.grace_seconds + FAST.abort_seconds)
         say(rank=facts.rank, pid=os.getpid())
-        time.sleep(2.0 if facts.rank == 0 else 0.0 if WHAT == "slow-init" else 60.0)
+        if facts.rank == 0:
+            wait_for(RUN / "go")
+        elif WHAT == "stuck-init":
+            time.sleep(90.0)
     expected = 5 if WHAT == "wrong-allocation" else facts.size
-    settings = PATIENT if WHAT in ("idle", "sleep", "deaf", "stacks", "asked") else FAST
+    settings = FAST if WHAT in SILENT else STEADY
+    if WHAT in ("idle", "sleep", "deaf", "stacks", "asked"):
+        settings = PATIENT
     if WHAT == "collect-late":
         settings = WorldSettings(heartbeat_seconds=0.2, setup_seconds=5.0)
     with World.join(expected, settings, facts=facts, state=state, signals=signals) as world:
@@ -172,11 +180,11 @@ def behave(world: World) -> int:
         world.set_thread_phase("worker", "waiting for tea", on=[2])
         world.start("worker", stand_still)
         if world.rank == 2:
-            once = iter((5,))
+            once = iter((30,))
             world.add_check(lambda: hold_the_lock(next(once, 0)))
         if world.rank == 0:
             world.start("asker", lambda: ask_for_stacks(world))
-        world.start("clock", lambda: (time.sleep(7), done.set()))
+        world.start("end", lambda: (wait_for(RUN / "asked"), done.set()))
         world.serve(done)
         world.finalize()
         return 0
@@ -212,6 +220,7 @@ def ask_for_stacks(world: World) -> None:
     began = time.monotonic()
     stacks = world.stacks_of([0, 1, 2, 1])
     say(stacks=stacks, seconds=time.monotonic() - began)
+    (RUN / "asked").touch()
 
 
 def tell_what_was_heard(world: World) -> None:

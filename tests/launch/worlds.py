@@ -58,7 +58,7 @@ class StartedWorld:
             position = text.find("{", end)
         return found
 
-    def wait_until_said(self, count: int, seconds: float = 30.0) -> list[dict[str, Any]]:
+    def wait_until_said(self, count: int, seconds: float = 90.0) -> list[dict[str, Any]]:
         deadline = time.monotonic() + seconds
         while len(self.said()) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -66,7 +66,7 @@ class StartedWorld:
             time.sleep(0.02)
         return self.said()
 
-    def finish(self, seconds: float = 40.0) -> Ended:
+    def finish(self, seconds: float = 90.0) -> Ended:
         try:
             code = self.process.wait(seconds)
         finally:
