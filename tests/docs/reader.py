@@ -44,7 +44,7 @@ class Reader:
             text += " total_train_steps=1 valid_dataset.size=8 experiment_name=docs"
         elif "make_smollm2_model" in line or "smollm2_gsm8k" in line:
             return
-        elif "pekoe run --resume" in line or (line.startswith("pekoe ") and "pekoe run" not in line):
+        elif "pekoe run --resume" in line or ("pekoe " in line and "pekoe run" not in line):
             text = line.replace("runs/quickstart/", f"{self.home}/quickstart/").replace(
                 " exported", f" {self.home}/out"
             )
