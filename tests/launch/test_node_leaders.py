@@ -124,5 +124,5 @@ def test_a_rank_that_stood_still_counts_only_the_time_in_which_it_looked(pause: 
     pulse.newest, pulse._heard, pulse._looked = {}, {1: 99.5}, 100.0
     for seconds in (pause, pause + 1.0):
         pulse._look_for_silence(100.0 + seconds)
-    with pytest.raises(SilentRankError, match="rank 1 .* has sent no heartbeat"):
+    with pytest.raises(SilentRankError, match=r"rank 1 .* has sent no heartbeat"):
         pulse._look_for_silence(100.0 + pause + 2.0)
