@@ -76,6 +76,9 @@ class ActorConfig(ModelConfig):
         "", "trainer part of the allocation, e.g. fsdp:d4; composes `allocation` when that is absent"
     )
     mb_spec: MicroBatchConfig = setting(MicroBatchConfig, "micro-batches")
+    enable_tree_training: bool = setting(
+        False, "prefix sharing: compute the samples of a prompt once over the tokens with which they begin alike"
+    )
     objective: str = setting("ppo", "token losses of the policy: ppo (clipped ratio), sapo, cispo, or module:function")
     eps_clip: float | None = setting(0.2, "lower ratio clip; null = no clip", above=0)
     eps_clip_higher: float | None = setting(None, "upper ratio clip; null = eps_clip", above=0)

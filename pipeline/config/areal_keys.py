@@ -163,7 +163,6 @@ KEYS: dict[str, Gone | Moved] = {
     "actor.lora_alpha": _LORA,
     "actor.target_modules": _LORA,
     "actor.peft_type": _LORA,
-    "actor.enable_tree_training": Gone("tree training is not in this version", (False,)),
     "actor.eps_clip": Moved("actor.eps_clip", ((0, None), (0.0, None))),
     "actor.mask_no_eos_with_zero": Moved("actor.mask_truncated"),
     "actor.prox_logp_method": Moved("actor.prox_logp_method", (("reuse_train_logp", "reuse"),)),

@@ -93,6 +93,24 @@ def _check_batch(config: RunConfig, findings: Findings) -> None:
         )
 
 
+def _check_sharing(config: RunConfig, findings: Findings) -> None:
+    """Prefix sharing needs rows that begin alike in one micro-batch."""
+    key, actor = "actor.enable_tree_training", config.actor
+    if not actor.enable_tree_training:
+        return
+    if config.task == "sft" or (not is_supervised(config) and config.gconfig.n_samples == 1):
+        why = "task sft" if is_supervised(config) else "gconfig.n_samples 1"
+        findings.warn(key, True, f"has no effect with {why}: no two sequences have a prompt in common")
+    elif actor.mb_spec.max_sequences_per_mb == 1:
+        findings.wrong(key, True, "is not allowed with actor.mb_spec.max_sequences_per_mb 1; allowed: >= 2, or null")
+    for section, model in (("actor", actor), ("critic", config.critic)):
+        if model is not None and not model.disable_dropout:
+            findings.wrong(
+                f"{section}.disable_dropout", False, f"is not allowed with {key}: samples of a prompt would have its "
+                "dropout in common; allowed: true",
+            )  # fmt: skip
+
+
 def _check_rollout(config: RunConfig, findings: Findings) -> None:
     rollout, reward = config.rollout, config.reward
     if rollout.deterministic and rollout.max_head_offpolicyness != 0:
@@ -223,6 +241,7 @@ _SAMPLING_RUN_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     *SAMPLING_CHECKS,
     *OBJECTIVE_CHECKS,
     _check_batch,
+    _check_sharing,
     _check_rollout,
     _check_rollout_array,
 )

@@ -15,8 +15,9 @@ Assignment = Sequence[Sequence[Sequence[Iterable[int]]]]
 """[rank][minibatch][micro-batch] -> indices of rows."""
 ChooseRows = Callable[[UInt8], UInt8]
 """Which rows were truncated [N] -> which ones train [N]."""
-PlanRows = Callable[[Int64, Int64], Assignment]
-"""(lengths, groups) [N] of the rows that train -> assignment over all trainer ranks."""
+PlanRows = Callable[[Int64, Int64, Int64], Assignment]
+"""(lengths, groups, tokens with which all rows of the group begin alike) [N] of the rows that train -> assignment over
+all trainer ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def make_plans(batch: StepRows, plan_rows: PlanRows, version: int, round_number:
     training = np.flatnonzero(batch.trains)
     lengths = np.array([batch.rows[i][1].length for i in training], dtype=np.int64)
     numbers = np.array([batch.rows[i][0].number for i in training], dtype=np.int64)
-    assignment = plan_rows(lengths, numbers)
+    shared = np.array([_num_shared(batch.rows[i][0]) for i in training], dtype=np.int64)
+    assignment = plan_rows(lengths, numbers, shared)
     num_minibatches = len(assignment[0])
     num_active = [0] * num_minibatches
     num_sequences = [0] * num_minibatches
@@ -68,3 +70,8 @@ def make_plans(batch: StepRows, plan_rows: PlanRows, version: int, round_number:
         Plan(version, round_number, shards, planned, all_groups, tuple(num_active), tuple(num_sequences))
         for shards, planned in plans
     ]
+
+
+def _num_shared(group: OutstandingGroup) -> int:
+    """Tokens with which all rows of a group begin alike; 0 for a row by itself."""
+    return min((row.num_shared for row in group.rows[1:]), default=0)

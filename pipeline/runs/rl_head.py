@@ -29,6 +29,7 @@ from pekoe.pipeline.runs.resume import Past, training_cursor
 from pekoe.pipeline.runs.spent_shards import spent_shards
 from pekoe.pipeline.train.checkpoint import Checkpoints
 from pekoe.pipeline.train.engine import TrainEngine
+from pekoe.pipeline.train.shared_rows import SHORTEST
 from pekoe.pipeline.trajectory.ledger import Ledger
 from pekoe.pipeline.trajectory.store import Store
 from pekoe.pipeline.weights.transport import WeightSender
@@ -87,7 +88,7 @@ def lead(
         weights=build_weight_updates(context, engine, sender),
         attached=attached_worlds(context, board) if board else None,
         choose_rows=lambda truncated: rows_that_train(context, truncated),
-        plan_rows=lambda lengths, groups: plan_rows(context, lengths, groups),
+        plan_rows=lambda lengths, groups, shared: plan_rows(context, lengths, groups, shared),
         num_validation=0 if validation is None else len(validation),
         record_step=books.record_step,
         record_end=books.record_end,
@@ -191,8 +192,9 @@ def rows_that_train(context: RunContext, truncated: UInt8) -> UInt8:
     return np.ones_like(truncated)
 
 
-def plan_rows(context: RunContext, lengths: Int64, groups: Int64) -> Assignment:
-    """Rows -> trainer ranks, minibatches and micro-batches under the token budget."""
+def plan_rows(context: RunContext, lengths: Int64, groups: Int64, shared: Int64) -> Assignment:
+    """Rows -> trainer ranks, minibatches and micro-batches under the token budget. With prefix sharing rows of a group
+    stay together, and what all of them share counts once."""
     actor = context.config.actor
     return plan_batch(
         lengths,
@@ -202,6 +204,8 @@ def plan_rows(context: RunContext, lengths: Int64, groups: Int64) -> Assignment:
         actor.mb_spec.max_sequences_per_mb,
         actor.ppo_n_minibatches,
         actor.mb_spec.granularity,
+        keep_together=actor.enable_tree_training,
+        shared_tokens=np.where(shared < SHORTEST, 0, shared) if actor.enable_tree_training else None,
     )
 
 

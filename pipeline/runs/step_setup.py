@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,6 +18,7 @@ from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.registry import ADVANTAGE_ESTIMATORS, OBJECTIVES, resolve
 from pekoe.pipeline.train.companions import Companions
 from pekoe.pipeline.train.engine import TrainEngine
+from pekoe.pipeline.train.sharing_figures import TokenWork, sharing_figures
 from pekoe.pipeline.train.trainer_group import TrainerGroup
 from pekoe.pipeline.train.training_step import StepParts, TrainingStep
 
@@ -63,5 +67,27 @@ def build_step(
         needs_prox_forward=needs_prox_forward(actor),
         gap_is_recomputed=is_recomputed(actor),
         over=over,
+        sharing_figures=partial(sharing_figures, work=token_work(config, engine), over=over)
+        if actor.enable_tree_training
+        else None,
     )
     return TrainingStep(config, parts, num_steps)
+
+
+def token_work(config: RunConfig, engine: TrainEngine) -> TokenWork:
+    """Of the policy, by its configuration and its matrices; of experts those that a token goes to."""
+    from transformers import AutoConfig
+
+    facts: Any = AutoConfig.from_pretrained(config.actor.path).get_text_config()
+    chosen, experts = getattr(facts, "num_experts_per_tok", None), getattr(facts, "num_experts", None)
+    share = chosen / experts if chosen and experts else 1.0
+    weights = 0.0
+    for spec in engine.weight_specs():
+        if len(spec.shape) > 1 and not any(part in spec.name for part in ("embed", "lm_head")):
+            weights += math.prod(spec.shape) * (share if ".experts." in spec.name else 1.0)
+    head_size = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
+    return TokenWork(
+        per_token=2 * weights,
+        per_pair=4.0 * facts.num_hidden_layers * facts.num_attention_heads * head_size,
+        per_active=2.0 * facts.hidden_size * facts.vocab_size,
+    )

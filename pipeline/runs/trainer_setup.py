@@ -64,6 +64,7 @@ def build_engine(config: RunConfig, model: ModelConfig, where: TrainerRank, **op
         model,
         token_logprobs=token_logprobs,
         token_values=token_values,
+        share_prefixes=config.actor.enable_tree_training,
         device=where.device,
         device_index=where.device_index,
         weight_dtype=config.rollout.dtype,

@@ -45,6 +45,8 @@ class StepParts:
     """The gap of trainer and engine in an update's statistics is of the step's version in every minibatch, not only in
     the first one."""
     over: Over
+    sharing_figures: Callable[[Sequence[PackedBatch]], dict[str, float]] | None = None
+    """What prefix sharing saves of these micro-batches, over all ranks; collective. None: it is off."""
 
 
 class TrainingStep:
@@ -94,6 +96,8 @@ class TrainingStep:
         figures = reward_figures(parts.add_advantages(batches, plan.groups))
         for minibatch in () if warms_up else minibatches:
             parts.add_keep_mask(minibatch)
+        if parts.sharing_figures is not None:
+            figures |= parts.sharing_figures(batches)
         return figures | staleness_shares(batches, plan.version, parts.over)
 
     def _train_actor(self, plan: Plan, minibatches: Minibatches, sums: UpdateSums) -> None:

@@ -197,7 +197,7 @@ class World:
             rollout_leaders=leaders, colocated=self.colocated, dispatcher=dispatcher, weights=weights,
             attached=None,
             choose_rows=np.ones_like,
-            plan_rows=lambda lengths, groups: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
+            plan_rows=lambda lengths, groups, shared: [[[np.arange(len(lengths))]]], num_validation=self.num_validation,
             record_step=lambda *arguments: self._record(*arguments),
             record_end=self._record_end, done_before=frozenset(),
             quarantine=lambda shard, reason: self.quarantined.append(shard),

@@ -75,7 +75,7 @@ def plans_of(config, made, size, version):
     actor = config.actor
     return make_plans(
         batch,
-        lambda lengths, numbers: plan_batch(
+        lambda lengths, numbers, shared: plan_batch(
             lengths, numbers, size, actor.mb_spec.max_tokens_per_mb, None, actor.ppo_n_minibatches
         ),
         version,
