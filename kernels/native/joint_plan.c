@@ -3,6 +3,8 @@
 
 /* As in reference.py. */
 enum { LARGE_ITEMS = 4 };
+static const int64_t SHARES[] = {0, 1, 2, 4, 6, 7, 8};
+static const double CONTENT = 2e-3;
 
 typedef struct {
     int64_t n;
@@ -10,7 +12,9 @@ typedef struct {
     const double *costs;
     int64_t num_ranks, max_tokens, max_sequences;
     int32_t *order; /* the longest first */
-    int64_t *bins, *spare_bins; /* of each item: the result so far, and room for the next attempt */
+    int64_t *bins, *spare_bins; /* of each item: the last attempt that fitted, and room for the next */
+    int64_t placed_steps; /* the micro-steps of `bins` */
+    int64_t *fitted, num_fitted; /* best fit of each item, its number of bins */
 } problem;
 
 /* Memory of an attempt. */
@@ -40,16 +44,30 @@ static int make_workspace(workspace *w, int64_t num_bins) {
     return w->active && w->parked && w->aside && w->load && w->room && w->seats;
 }
 
-/* The longest item first, into the lightest bin that has room; 1 if all found one. A bin that has too little room for
-   an item is parked until items are as short as its room; it need not be looked at before. */
-static int place_all(const problem *p, workspace *w, int64_t num_bins) {
-    int64_t num_active = num_bins, num_parked = 0;
-    empty_bins(w->active, num_bins);
+/* `num_fixed` items stay where best fit puts them. */
+static void place_fitted(const problem *p, workspace *w, int64_t num_bins, int64_t num_fixed) {
+    empty_bins(w->aside, num_bins);
     for (int64_t bin = 0; bin < num_bins; bin++) {
         w->room[bin] = p->max_tokens;
         w->seats[bin] = p->max_sequences;
     }
-    for (int64_t i = 0; i < p->n; i++) {
+    for (int64_t i = 0; i < num_fixed; i++) {
+        int32_t item = p->order[i];
+        int64_t bin = p->spare_bins[item] = p->fitted[item];
+        w->room[bin] -= p->lengths[item];
+        w->seats[bin]--;
+        w->aside[bin].load = w->load[bin] += p->costs[item];
+        w->aside[bin].count++;
+    }
+    for (int64_t bin = 0; bin < num_bins; bin++) add_bin(w->active, bin, w->aside[bin]);
+}
+
+/* The longest item first, into the lightest bin that has room; 1 if all found one. A bin that has too little room for
+   an item is parked until items are as short as its room; it need not be looked at before. */
+static int place_all(const problem *p, workspace *w, int64_t num_bins, int64_t num_fixed) {
+    int64_t num_active = num_bins, num_parked = 0;
+    place_fitted(p, w, num_bins, num_fixed);
+    for (int64_t i = num_fixed; i < p->n; i++) {
         int32_t item = p->order[i];
         int64_t length = p->lengths[item], count = p->counts ? p->counts[item] : 1, num_aside = 0;
         while (num_parked && -w->parked[0].load >= (double)length) {
@@ -85,18 +103,24 @@ static int place_all(const problem *p, workspace *w, int64_t num_bins) {
 }
 
 /* Whether the items fit into `num_steps` micro-steps: 1 and the bins, 0, or PEKOE_NO_MEMORY. */
-static int attempt(problem *p, int64_t num_steps) {
+static int attempt(problem *p, int64_t num_steps, int64_t num_fixed) {
     if (num_steps > MOST_ITEMS / p->num_ranks) return PEKOE_NO_MEMORY;
     workspace w;
     int found = PEKOE_NO_MEMORY;
-    if (make_workspace(&w, num_steps * p->num_ranks)) found = place_all(p, &w, num_steps * p->num_ranks);
+    if (make_workspace(&w, num_steps * p->num_ranks)) found = place_all(p, &w, num_steps * p->num_ranks, num_fixed);
     free_workspace(&w);
     if (found == 1) {
         int64_t *other = p->bins;
         p->bins = p->spare_bins;
         p->spare_bins = other;
+        p->placed_steps = num_steps;
     }
     return found;
+}
+
+static int fit(problem *p) {
+    if (p->counts || p->num_fitted) return 0;
+    return pekoe_best_fit(p->n, p->lengths, p->max_tokens, p->max_sequences, p->fitted, &p->num_fitted);
 }
 
 static int64_t rounded_up(int64_t count, int64_t size) { return size > 1 ? count / size + (count % size != 0) : count; }
@@ -120,88 +144,128 @@ static int64_t lowest_steps(const problem *p) {
     return found > 1 ? found : 1;
 }
 
-/* Bins and the number of micro-steps; below 0: PEKOE_NO_MEMORY. */
+/* The number of micro-steps; below 0: PEKOE_NO_MEMORY. */
 static int64_t fewest_steps(problem *p) {
-    int64_t low = lowest_steps(p), high = low, num_bins = 0;
-    int status = attempt(p, low), attempted = 1;
+    int64_t low = lowest_steps(p), high = 2 * low;
+    int status = attempt(p, low, 0);
     if (status) return status < 0 ? status : low;
+    if (fit(p)) return PEKOE_NO_MEMORY;
     if (p->counts) {
-        do {
-            high *= 2;
-            status = attempt(p, high);
-        } while (status == 0);
+        while (!(status = attempt(p, high, 0))) high *= 2;
         if (status < 0) return status;
     } else {
-        if (pekoe_best_fit(p->n, p->lengths, p->max_tokens, p->max_sequences, p->bins, &num_bins)) return -1;
-        high = rounded_up(num_bins, p->num_ranks);
-        attempted = high == low;
+        high = rounded_up(p->num_fitted, p->num_ranks);
     }
     for (low++; low < high;) {
         int64_t middle = low + (high - low) / 2;
-        status = attempt(p, middle);
+        status = attempt(p, middle, 0);
         if (status < 0) return status;
-        if (status) {
-            high = middle;
-            attempted = 1;
-        } else {
-            low = middle + 1;
-        }
+        if (status) high = middle;
+        else low = middle + 1;
     }
-    if (!attempted && attempt(p, high) < 0) return -1;
     return high;
 }
 
-static void spread_steps(int64_t num_steps, int64_t num_ranks, const double *costs, const int32_t *order, int64_t *rank,
-                         int64_t *step, double *load, pair *pairs) {
-    for (int64_t number = 0; number < num_steps; number++) {
-        for (int64_t i = 0; i < num_ranks; i++) pairs[i] = (pair){-load[i], (int32_t)i};
-        sort_pairs(num_ranks, pairs, pairs + num_ranks);
-        for (int64_t i = 0; i < num_ranks; i++) {
-            int32_t bin = order[number * num_ranks + i];
-            rank[bin] = pairs[i].id;
-            step[bin] = number;
-            load[pairs[i].id] += costs[bin];
-        }
-    }
+/* Where bins go, and memory to find it out. */
+typedef struct {
+    int64_t num_bins, num_ranks;
+    double *costs, *load;
+    uint64_t *keys;
+    int32_t *order;
+    int64_t *rank, *step, *done;
+    pair *pairs;
+} placement;
+
+static int make_placement(placement *b, int64_t num_bins, int64_t num_ranks) {
+    size_t size = (size_t)num_bins, ways = (size_t)num_ranks;
+    b->num_bins = num_bins;
+    b->num_ranks = num_ranks;
+    b->costs = malloc(size * sizeof *b->costs);
+    b->load = malloc(ways * sizeof *b->load);
+    b->keys = malloc(size * sizeof *b->keys);
+    b->order = malloc(2 * size * sizeof *b->order);
+    b->rank = malloc(size * sizeof *b->rank);
+    b->step = malloc(size * sizeof *b->step);
+    b->done = malloc(ways * sizeof *b->done);
+    b->pairs = malloc(2 * ways * sizeof *b->pairs);
+    return b->costs && b->load && b->keys && b->order && b->rank && b->step && b->done && b->pairs;
 }
 
-/* Rank and micro-step of each bin. */
-static int32_t place_bins(const problem *p, int64_t num_steps, int every_step, int64_t *ranks, int64_t *steps) {
-    size_t ways = (size_t)p->num_ranks, size = (size_t)num_steps * ways;
-    double *costs = calloc(size, sizeof *costs), *load = calloc(ways, sizeof *load);
-    uint64_t *keys = malloc(size * sizeof *keys);
-    int32_t *order = malloc(2 * size * sizeof *order), status = PEKOE_NO_MEMORY;
-    int64_t *of_bin = malloc(2 * size * sizeof *of_bin), *done = calloc(ways, sizeof *done);
-    pair *pairs = malloc(2 * ways * sizeof *pairs);
-    if (costs && load && keys && order && of_bin && done && pairs) {
-        int64_t num_bins = (int64_t)size, *rank = of_bin, *step = of_bin + size;
-        for (int64_t i = 0; i < p->n; i++) costs[p->bins[i]] += p->costs[i];
-        for (int64_t bin = 0; bin < num_bins; bin++) {
-            keys[bin] = bits_of(costs[bin]);
-            order[bin] = (int32_t)bin;
+static void free_placement(placement *b) {
+    free(b->costs);
+    free(b->load);
+    free(b->keys);
+    free(b->order);
+    free(b->rank);
+    free(b->step);
+    free(b->done);
+    free(b->pairs);
+}
+
+/* Bins in a row are a micro-step, the heaviest on the rank that has least; returns the sum of the heaviest. */
+static double spread_steps(placement *b) {
+    int64_t num_ranks = b->num_ranks;
+    double waited = 0;
+    for (int64_t first = 0, number = 0; first < b->num_bins; first += num_ranks, number++) {
+        for (int64_t i = 0; i < num_ranks; i++) b->pairs[i] = (pair){-b->load[i], (int32_t)i};
+        sort_pairs(num_ranks, b->pairs, b->pairs + num_ranks);
+        for (int64_t i = 0; i < num_ranks; i++) {
+            int32_t bin = b->order[first + i];
+            b->rank[bin] = b->pairs[i].id;
+            b->step[bin] = number;
+            b->load[b->pairs[i].id] += b->costs[bin];
         }
-        sort_falling(num_bins, keys, order, order + size);
-        if (every_step) {
-            spread_steps(num_steps, p->num_ranks, costs, order, rank, step, load, pairs);
-            status = 0;
-        } else {
-            status = pekoe_equal_count(num_bins, costs, p->num_ranks, rank);
-            if (!status)
-                for (int64_t i = 0; i < num_bins; i++) step[order[i]] = done[rank[order[i]]]++;
-        }
-        for (int64_t i = 0; i < p->n && !status; i++) {
-            ranks[i] = rank[p->bins[i]];
-            steps[i] = step[p->bins[i]];
-        }
+        waited += b->costs[b->order[first]];
     }
-    free(costs);
-    free(load);
-    free(keys);
-    free(order);
-    free(of_bin);
-    free(done);
-    free(pairs);
-    return status;
+    return waited;
+}
+
+/* Rank and micro-step of each bin; returns the cost that the step waits for, below 0: PEKOE_NO_MEMORY. */
+static double place_bins(const problem *p, placement *b, int every_step) {
+    memset(b->costs, 0, (size_t)b->num_bins * sizeof *b->costs);
+    memset(b->load, 0, (size_t)b->num_ranks * sizeof *b->load);
+    memset(b->done, 0, (size_t)b->num_ranks * sizeof *b->done);
+    for (int64_t i = 0; i < p->n; i++) b->costs[p->bins[i]] += p->costs[i];
+    for (int64_t bin = 0; bin < b->num_bins; bin++) {
+        b->keys[bin] = bits_of(b->costs[bin]);
+        b->order[bin] = (int32_t)bin;
+    }
+    sort_falling(b->num_bins, b->keys, b->order, b->order + b->num_bins);
+    if (every_step) return spread_steps(b);
+    if (pekoe_equal_count(b->num_bins, b->costs, b->num_ranks, b->rank)) return PEKOE_NO_MEMORY;
+    double waited = 0;
+    for (int64_t i = 0; i < b->num_bins; i++) {
+        int32_t bin = b->order[i];
+        b->step[bin] = b->done[b->rank[bin]]++;
+    }
+    for (int64_t bin = 0; bin < b->num_bins; bin++) b->load[b->rank[bin]] += b->costs[bin];
+    for (int64_t rank = 0; rank < b->num_ranks; rank++)
+        if (b->load[rank] > waited) waited = b->load[rank];
+    return waited;
+}
+
+/* Some of the longest items by best fit, the others into light bins: the share with which ranks wait least. */
+static int32_t best_share(problem *p, placement *b, int64_t num_steps, int every_step, int64_t *ranks, int64_t *steps) {
+    double least = -1, total = 0;
+    for (int64_t i = 0; i < p->n; i++) total += p->costs[i];
+    double content = total / (double)p->num_ranks * (1 + CONTENT);
+    for (size_t i = 0; i < sizeof SHARES / sizeof *SHARES; i++) {
+        if (i == 1 && fit(p)) return PEKOE_NO_MEMORY;
+        if (i && (p->counts || p->num_fitted > num_steps * p->num_ranks)) break;
+        int status = i || p->placed_steps != num_steps ? attempt(p, num_steps, SHARES[i] * p->n / 8) : 1;
+        if (status < 0) return status;
+        if (!status) continue;
+        double waited = place_bins(p, b, every_step);
+        if (waited < 0) return PEKOE_NO_MEMORY;
+        if (least >= 0 && waited >= least) continue;
+        least = waited;
+        for (int64_t item = 0; item < p->n; item++) {
+            ranks[item] = b->rank[p->bins[item]];
+            steps[item] = b->step[p->bins[item]];
+        }
+        if (waited <= content) break;
+    }
+    return 0;
 }
 
 static void sort_items(problem *p, uint64_t *keys, int32_t *spare) {
@@ -221,20 +285,25 @@ PEKOE_EXPORT int32_t pekoe_joint_plan(int64_t n, const int64_t *lengths, const d
     *num_steps = 0;
     if (n <= 0) return 0;
     if (n > MOST_ITEMS || num_ranks > MOST_ITEMS) return PEKOE_NO_MEMORY;
-    problem p = {n, lengths, counts, costs, num_ranks, max_tokens, max_sequences, NULL, NULL, NULL};
     size_t size = (size_t)n;
-    int64_t *bins = malloc(2 * size * sizeof *bins);
+    problem p = {.n = n, .lengths = lengths, .costs = costs, .counts = counts, .num_ranks = num_ranks,
+                 .max_tokens = max_tokens, .max_sequences = max_sequences};
+    int64_t *bins = malloc(3 * size * sizeof *bins);
     int32_t *order = malloc(2 * size * sizeof *order), status = PEKOE_NO_MEMORY;
     uint64_t *keys = malloc(size * sizeof *keys);
     if (bins && order && keys) {
         p.bins = bins;
         p.spare_bins = bins + n;
+        p.fitted = bins + 2 * n;
         p.order = order;
         sort_items(&p, keys, order + n);
         int64_t found = fewest_steps(&p);
         if (found > 0) {
+            placement b;
             *num_steps = found;
-            status = place_bins(&p, found, every_step, ranks, steps);
+            if (make_placement(&b, found * num_ranks, num_ranks))
+                status = best_share(&p, &b, found, every_step, ranks, steps);
+            free_placement(&b);
         }
     }
     free(bins);

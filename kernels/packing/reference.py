@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,10 @@ SWAP_TRIES = 64
 """Pairs of parts that `equal_count` looks at, for each part."""
 TOLERANCE = 1e-5
 """`equal_count` is content with a heaviest part this close to the mean."""
+SHARES = (0, 1, 2, 4, 6, 7, 8)
+"""Eighths of the items, the longest, that `joint_plan` tries to place by best fit."""
+CONTENT = 2e-3
+"""`joint_plan` tries no further share when ranks wait for each other for at most this part of the work."""
 LARGE_ITEMS = 4
 """`joint_plan` knows that a bin holds at most k items that are longer than 1 / (k + 1) of it, for k up to this."""
 
@@ -164,66 +169,60 @@ def joint_plan(
 ) -> Plan:
     """Rank and micro-step of each item (`counts`: the sequences that it is, 1 where None).
 
-    As few micro-steps as `_longest_first` or best fit need, of one bin on every rank. Bins are sorted by falling cost.
-    If ranks meet in every micro-step, `num_ranks` of them in a row are one, the heaviest on the rank that has least;
-    else bins go to ranks by `equal_count`.
+    As few micro-steps of one bin on every rank as `_longest_first` or best fit need. Some of the longest items are
+    placed by best fit, the others go to the bin of the lowest cost; the share of the former is the one with which ranks
+    wait least for each other.
     """
     if not len(lengths):
         return np.zeros(0, np.int64), np.zeros(0, np.int64), 0
-    bins, num_steps = _fewest_bins(lengths, costs, counts, num_ranks, max_tokens, max_sequences)
-    bin_costs = np.bincount(bins, weights=costs, minlength=num_ranks * num_steps)
-    order = np.argsort(-bin_costs, kind="stable")
-    rank_of_bin = equal_count(bin_costs, num_ranks) if not every_step else np.zeros(len(order), np.int64)
-    step_of_bin = np.zeros(len(order), np.int64)
-    if every_step:
-        load = np.zeros(num_ranks)
-        for step in range(num_steps):
-            row = order[step * num_ranks : (step + 1) * num_ranks]
-            step_of_bin[row] = step
-            rank_of_bin[row] = np.argsort(load, kind="stable")
-            load[rank_of_bin[row]] += bin_costs[row]
-    else:
-        num_done = np.zeros(num_ranks, np.int64)
-        for number in order:
-            step_of_bin[number] = num_done[rank_of_bin[number]]
-            num_done[rank_of_bin[number]] += 1
-    return rank_of_bin[bins], step_of_bin[bins], num_steps
+    fitted = best_fit(lengths, max_tokens, max_sequences) if counts is None else None
+
+    def attempt(num_steps: int, num_fitted: int = 0) -> Int64 | None:
+        num_bins = num_ranks * num_steps
+        return _longest_first(lengths, costs, counts, num_bins, max_tokens, max_sequences, fitted, num_fitted)
+
+    least = _least_steps(lengths, counts, num_ranks, max_tokens, max_sequences)
+    num_steps = _fewest_steps(attempt, least, None if fitted is None else _ceil(int(fitted.max()) + 1, num_ranks))
+    plans: list[tuple[float, Int64, Int64]] = []
+    mean = float(np.cumsum(costs)[-1]) / num_ranks
+    for share in SHARES if fitted is not None and fitted.max() < num_ranks * num_steps else (0,):
+        bins = attempt(num_steps, share * len(lengths) // 8)
+        if bins is None:
+            continue
+        bin_costs: Float64 = np.bincount(bins, costs, num_ranks * num_steps).astype(np.float64)
+        rank, step, waited = _placed(bin_costs, num_ranks, every_step)
+        plans.append((waited, rank[bins], step[bins]))
+        if waited <= mean * (1 + CONTENT):
+            break
+    _, rank, step = min(plans, key=lambda plan: plan[0])
+    return rank, step, num_steps
 
 
-def _fewest_bins(
-    lengths: Int64, costs: Float64, counts: Int64 | None, num_ranks: int, max_tokens: int, max_sequences: int
-) -> tuple[Int64, int]:
-    """Bin of each item, and the number of micro-steps."""
-
-    def attempt(num_steps: int) -> Int64 | None:
-        return _longest_first(lengths, costs, counts, num_ranks * num_steps, max_tokens, max_sequences)
-
+def _least_steps(lengths: Int64, counts: Int64 | None, num_ranks: int, max_tokens: int, max_sequences: int) -> int:
+    """No plan has fewer: by all tokens, all sequences, and the items of which at most k fit into one bin."""
     sequences = len(lengths) if counts is None else int(counts.sum())
     least_bins = [_ceil(int(lengths.sum()), max_tokens), _ceil(sequences, max_sequences)]
     for most in range(1, LARGE_ITEMS + 1):
         least_bins.append(_ceil(int((lengths > max_tokens // (most + 1)).sum()), most))
-    lowest = max(1, _ceil(max(least_bins), num_ranks))
-    bins = attempt(lowest)
-    if bins is not None:
-        return bins, lowest
-    if counts is None:
-        bins = best_fit(lengths, max_tokens, max_sequences)
-        high = _ceil(int(bins.max()) + 1, num_ranks)
-    else:
-        high = lowest
-        while bins is None:
-            high *= 2
-            bins = attempt(high)
-    low = lowest + 1
+    return max(1, _ceil(max(least_bins), num_ranks))
+
+
+def _fewest_steps(attempt: Callable[[int], Int64 | None], least: int, by_best_fit: int | None) -> int:
+    """By bisection, up to what best fit needs, or, where that is not known, to the double, fourfold, ... of the least
+    that fits."""
+    if attempt(least) is not None:
+        return least
+    high = by_best_fit if by_best_fit is not None else 2 * least
+    while by_best_fit is None and attempt(high) is None:
+        high *= 2
+    low = least + 1
     while low < high:
         middle = (low + high) // 2
-        found = attempt(middle)
-        if found is None:
+        if attempt(middle) is None:
             low = middle + 1
         else:
-            bins, high = found, middle
-    better = attempt(high)
-    return (bins if better is None else better), high
+            high = middle
+    return high
 
 
 def _ceil(count: int, size: int) -> int:
@@ -231,22 +230,53 @@ def _ceil(count: int, size: int) -> int:
 
 
 def _longest_first(
-    lengths: Int64, costs: Float64, counts: Int64 | None, num_bins: int, max_tokens: int, max_sequences: int
+    lengths: Int64,
+    costs: Float64,
+    counts: Int64 | None,
+    num_bins: int,
+    max_tokens: int,
+    max_sequences: int,
+    fitted: Int64 | None,
+    num_fitted: int,
 ) -> Int64 | None:
-    """Bin of each item: the longest first (equal: the costliest), into the bin with the lowest cost that has room
-    (equal: with fewer items). None when an item finds none."""
+    """Bin of each item: the longest first (equal: the costliest); `num_fitted` into the bin that `fitted` names, the
+    others into the bin with the lowest cost that has room (equal: with fewer items). None when an item finds none."""
     bins = np.zeros(len(lengths), np.int64)
     load, num_items = np.zeros(num_bins), np.zeros(num_bins, np.int64)
     room, seats = np.full(num_bins, max_tokens), np.full(num_bins, max_sequences)
-    for item in np.lexsort((-costs, -lengths)):
+    for position, item in enumerate(np.lexsort((-costs, -lengths))):
         count = 1 if counts is None else counts[item]
-        key = np.where((room >= lengths[item]) & (seats >= count), load, np.inf)
-        best = int(np.lexsort((num_items, key))[0])
-        if np.isinf(key[best]):
-            return None
+        if fitted is not None and position < num_fitted:
+            best = int(fitted[item])
+        else:
+            key = np.where((room >= lengths[item]) & (seats >= count), load, np.inf)
+            best = int(np.lexsort((num_items, key))[0])
+            if np.isinf(key[best]):
+                return None
         bins[item] = best
         load[best] += costs[item]
         room[best] -= lengths[item]
         seats[best] -= count
         num_items[best] += 1
     return bins
+
+
+def _placed(costs: Float64, num_ranks: int, every_step: bool) -> tuple[Int64, Int64, float]:
+    """Rank and micro-step of each bin, and the cost that the step waits for.
+
+    Bins are sorted by falling cost. If ranks meet in every micro-step, `num_ranks` of them in a row are one, the
+    heaviest on the rank that has least; else bins go to ranks by `equal_count`.
+    """
+    order = np.argsort(-costs, kind="stable")
+    rank, step, load = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64), np.zeros(num_ranks)
+    if every_step:
+        for number, row in enumerate(order.reshape(-1, num_ranks)):
+            step[row] = number
+            rank[row] = np.argsort(load, kind="stable")
+            load[rank[row]] += costs[row]
+        return rank, step, float(np.cumsum(costs[order[::num_ranks]])[-1])
+    rank = equal_count(costs, num_ranks)
+    for part in range(num_ranks):
+        own = order[rank[order] == part]
+        step[own] = np.arange(len(own))
+    return rank, step, float(np.bincount(rank, weights=costs, minlength=num_ranks).max())

@@ -112,21 +112,24 @@ def _units(lengths: Rows, shared: Rows, groups: Lengths, max_tokens: int, granul
 
 def _joined(units: _Units, own: Rows, shared: Rows, max_tokens: int, max_sequences: int | None) -> _Units:
     """Units in a row of the same group made one, as long as it fits."""
-    first_rows = np.cumsum(units.num_rows) - units.num_rows
     joined: list[list[int]] = []  # group, own tokens, shared tokens, rows
-    for unit, first in enumerate(first_rows):
-        rows = slice(first, first + units.num_rows[unit])
-        group, tokens = int(units.groups[unit]), int(own[rows].sum())
-        common, count = int(shared[rows].max()), int(units.num_rows[unit])
+    first_rows = np.cumsum(units.num_rows) - units.num_rows
+    by_unit = (units.groups, _reduce(np.add, own, first_rows), _reduce(np.maximum, shared, first_rows), units.num_rows)
+    for group, tokens, common, num_rows in np.stack(by_unit, axis=1).tolist():
         if joined and joined[-1][0] == group:
-            _, before, longest, num_rows = joined[-1]
+            _, before, longest, rows = joined[-1]
             fits = before + tokens + max(longest, common) <= max_tokens
-            if fits and (max_sequences is None or num_rows + count <= max_sequences):
-                joined[-1] = [group, before + tokens, max(longest, common), num_rows + count]
+            if fits and (max_sequences is None or rows + num_rows <= max_sequences):
+                joined[-1] = [group, before + tokens, max(longest, common), rows + num_rows]
                 continue
-        joined.append([group, tokens, common, count])
+        joined.append([group, tokens, common, num_rows])
     found = np.array(joined, dtype=np.int64).reshape(-1, 4)
     return _Units(found[:, 0], found[:, 1] + found[:, 2], found[:, 3])
+
+
+def _reduce(operation: np.ufunc, values: Rows, starts: Rows) -> Rows:
+    """Of the values from each start to the next."""
+    return operation.reduceat(values, starts) if len(starts) else np.zeros(0, np.int64)
 
 
 def _cut_minibatches(units: _Units, minibatches: int) -> list[Rows]:
