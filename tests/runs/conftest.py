@@ -38,7 +38,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sums:
     process = start(root, overrides)
     wait_for_step(path, 5, process)
     os.kill(int(heartbeats(path)[1]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=120) == 1
     copy = root / "copy"
     shutil.copytree(path, copy)
     outcome = run(root, overrides, resume=True)

@@ -21,7 +21,8 @@ from run_command import base_overrides, command, environment, run
 from pekoe.pipeline.observe.heartbeat_files import read_heartbeats
 from pekoe.pipeline.run_directory import RunDirectory
 
-LIMIT = 10.0
+LIMIT = 45.0
+"""Well below `cluster.silence_seconds`."""
 
 
 def start(root: Path, overrides: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -77,7 +78,7 @@ def test_a_killed_rank_ends_the_world(victim: int, tmp_path: Path, tiny_model: P
     beats = heartbeats(run_path)
     os.kill(int(beats[victim]["pid"]), signal.SIGKILL)
     began = time.monotonic()
-    code = process.wait(timeout=60)
+    code = process.wait(timeout=120)
     took = time.monotonic() - began
     assert code not in (0, 75), (tmp_path / "output.txt").read_text()[-3000:]
     assert took < LIMIT
@@ -86,7 +87,7 @@ def test_a_killed_rank_ends_the_world(victim: int, tmp_path: Path, tiny_model: P
     assert "9" in json.dumps(record)
     assert record["role"] == ("trainer" if victim == 0 else "rollout")
     assert record["phase"]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(is_alive(int(beat["pid"])) for beat in beats.values()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(is_alive(int(beat["pid"])) for beat in beats.values())

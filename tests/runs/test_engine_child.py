@@ -29,7 +29,7 @@ def test_a_colocated_run_with_an_engine_in_a_child(tmp_path: Path, tiny_model: P
     assert outcome.code == 0, outcome.text
     assert len(outcome.steps) == 3
     rank = int(heartbeats(outcome.run)[0]["pid"])
-    assert eventually(lambda: not engine_processes(rank), 5)
+    assert eventually(lambda: not engine_processes(rank))
 
 
 @pytest.mark.timeout(240)
@@ -47,11 +47,11 @@ def test_a_run_outlives_its_engines_process_but_not_the_other_way_round(
     rank = int(heartbeats(run_path)[1]["pid"])
     (first,) = engine_processes(rank)
     os.kill(first, how)
-    assert eventually(lambda: bool(engine_processes(rank) - {first}), 30), "no other engine was started"
+    assert eventually(lambda: bool(engine_processes(rank) - {first}), 90), "no other engine was started"
     assert not alive(first)
     (second,) = engine_processes(rank)
     last = len((run_path / "metrics" / "metrics.jsonl").read_text().splitlines())
     wait_for_step(run_path, last + 20, process)
     os.kill(rank, signal.SIGKILL)
-    assert eventually(lambda: not alive(second), 5)
-    assert process.wait(timeout=60) == 1
+    assert eventually(lambda: not alive(second))
+    assert process.wait(timeout=120) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from run_command import Outcome, base_overrides, command, environment
 from test_death import error_records, heartbeats, is_alive
 
-LIMIT = 10.0
+LIMIT = 45.0
+"""Well below `cluster.silence_seconds`."""
 TRAINER, ROLLOUT = (0, "trainer"), (1, "rollout")
 RAISES: dict[str, tuple[dict[str, Any], tuple[int, str], str, str]] = {
     "raise_in_learner": ({}, TRAINER, "learner", "planted in the learner"),
@@ -100,7 +102,7 @@ def test_raising_in_any_thread_ends_the_world(fault: str, root: Path, tiny_model
     world = World(root, tiny_model, sums, total_train_epochs=100, total_train_steps=500, **overrides)
     process = world.start(fault)
     began = float(world.wait_for_mark("raised", process))
-    code = process.wait(timeout=60)
+    code = process.wait(timeout=120)
     took = time.time() - began
     assert code == 1, world.output[-3000:]
     assert took < LIMIT
@@ -134,7 +136,7 @@ def test_a_thread_that_stands_still_ends_the_world(
     process = world.start(f"hang:{where}")
     world.wait_for_mark("hangs", process)
     began = time.monotonic()
-    assert process.wait(timeout=60) == 1, world.output[-3000:]
+    assert process.wait(timeout=120) == 1, world.output[-3000:]
     assert time.monotonic() - began < 6 + LIMIT
     (record,) = error_records(world.path)
     assert (record["rank"], record["thread"]) == who
@@ -259,9 +261,10 @@ def stop_and_go_on(world: World, stops: list[Stop]) -> None:
         os.kill(process.pid if number % 2 == 0 else ranks[1], first)
         time.sleep(0.05)
         for pid in ranks.values():
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         began = time.monotonic()
-        assert process.wait(timeout=60) == 75, (stop, world.output[-3000:])
+        assert process.wait(timeout=120) == 75, (stop, world.output[-3000:])
         assert time.monotonic() - began < LIMIT, stop
         assert not error_records(world.path), stop
         assert [int(record["step"]) for record in world.outcome.ledger] == list(range(1, stop.steps + 1)), stop
@@ -286,7 +289,7 @@ def test_shards_of_a_killed_run_are_adopted_on_another_allocation(root: Path, ti
     ready = {int(group): shard for group, shard in json.loads(world.wait_for_mark("ready", process)).items()}
     assert len(ready) >= 8
     os.kill(int(heartbeats(world.path)[0]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=120) == 1
     assert [record["rank"] for record in error_records(world.path)] == [0]
     assert world.run("", "allocation=hf:d1+fsdp:d2") == 0, world.output[-3000:]
     outcome = world.outcome

@@ -122,8 +122,8 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(
     try:
         wait_for_step(disk.run, 5, process)
         disk.fill()
-        wait_until(lambda: "disk is full" in disk.output, process, disk, 30)
-        wait_until(lambda: "paused: disk is full" in status_of(disk, capsys), process, disk, 15)
+        wait_until(lambda: "disk is full" in disk.output, process, disk, 60)
+        wait_until(lambda: "paused: disk is full" in status_of(disk, capsys), process, disk, 60)
         time.sleep(3)
         before = disk.steps()
         time.sleep(4)
@@ -131,7 +131,7 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(
         assert process.poll() is None, disk.output[-3000:]
         assert not error_records(disk.run)
         disk.free()
-        assert process.wait(timeout=90) == 0, disk.output[-3000:]
+        assert process.wait(timeout=120) == 0, disk.output[-3000:]
     finally:
         process.kill()
         process.wait()
@@ -148,12 +148,12 @@ def test_a_checkpoint_that_finds_no_room_is_tried_again(disk: SmallDisk, tiny_mo
     try:
         wait_for_step(disk.run, 5, process)
         disk.fill(leave=400 << 10)
-        wait_until(lambda: "checkpoint of version" in disk.output and "disk is full" in disk.output, process, disk, 30)
+        wait_until(lambda: "checkpoint of version" in disk.output and "disk is full" in disk.output, process, disk, 60)
         whole = [path.parent.name for path in (disk.run / "checkpoints").glob("step-*/COMPLETE.json")]
         assert whole, "the last good one is still there"
         time.sleep(3)
         disk.free()
-        assert process.wait(timeout=90) == 0, disk.output[-3000:]
+        assert process.wait(timeout=120) == 0, disk.output[-3000:]
     finally:
         process.kill()
         process.wait()
@@ -170,7 +170,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_clear_record_and_it_can_be_r
     try:
         wait_for_step(disk.run, 9, process)
         disk.fill()
-        assert process.wait(timeout=60) == 1, disk.output[-3000:]
+        assert process.wait(timeout=120) == 1, disk.output[-3000:]
     finally:
         process.kill()
         process.wait()

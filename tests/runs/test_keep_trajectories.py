@@ -48,7 +48,7 @@ def test_an_archive_holds_every_consumed_trajectory_once_also_after_a_kill(
     process = start(tmp_path, overrides)
     wait_for_step(path, 7, process)
     os.kill(int(heartbeats(path)[1]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=120) == 1
     outcome = run(tmp_path, overrides, resume=True)
     assert outcome.code == 0, outcome.text
     archives = sorted((path / "archive").glob("*.h5"))

@@ -59,7 +59,7 @@ def test_a_killed_member_leaves_nothing_behind_that_the_resumed_run_does_not_rem
     process = start(tmp_path, overrides)
     wait_for_step(path, 3, process)
     os.kill(int(heartbeats(path)[3]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=120) == 1
     assert json.loads((path / "errors" / "attempt-0.json").read_text())["rank"] == 3
     left = folders_of(RunDirectory(path))
     whose = [folder.name.partition("attempt-")[2].rpartition("-")[0] for folder in left]

@@ -29,7 +29,7 @@ def test_stopped_runs_go_on_where_they_were(allocation: str, tmp_path: Path, tin
     process = start(tmp_path, overrides)
     wait_for_step(run_path, 4, process)
     os.kill(int(heartbeats(run_path)[0]["pid"]), signal.SIGTERM)
-    assert process.wait(timeout=60) == 75, (tmp_path / "output.txt").read_text()[-3000:]
+    assert process.wait(timeout=120) == 75, (tmp_path / "output.txt").read_text()[-3000:]
     first = [int(json.loads(path.read_text())["step"]) for path in (run_path / "ledger").glob("step-*.json")]
     assert 4 <= max(first) < STEPS
     outcome = run(tmp_path, overrides, resume=True)
@@ -53,7 +53,7 @@ def test_a_run_killed_after_a_checkpoint_forgets_the_abandoned_future(
     process = start(tmp_path, overrides)
     wait_for_step(run_path, 5, process)
     os.kill(int(heartbeats(run_path)[1]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=60) not in (0, 75)
+    assert process.wait(timeout=120) not in (0, 75)
     outcome = run(tmp_path, overrides, resume=True)
     assert outcome.code == 0, outcome.text
     assert [line["step"] for line in outcome.steps] == list(range(1, STEPS + 1))
