@@ -28,7 +28,7 @@ from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs, TokenValues
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
 from pekoe.pipeline.train.engines.hf_folder import HfFolderWriter
 from pekoe.pipeline.train.engines.host_copy import HostCopy
-from pekoe.pipeline.train.engines.isolation import check_isolation
+from pekoe.pipeline.train.engines.isolation import check_isolation, check_sharing
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
 from pekoe.pipeline.train.engines.lm_head import LmHead
 from pekoe.pipeline.train.engines.sharded_files import read_sharded
@@ -93,6 +93,8 @@ class FsdpEngine:
             self.set_progress(0.0)
         vocab_size = self.model.config.get_text_config().vocab_size
         check_isolation(self._probe, vocab_size, getattr(torch, config.dtype), seed)
+        if share_prefixes:
+            check_sharing(self._probe, vocab_size, getattr(torch, config.dtype), seed)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -1,8 +1,9 @@
-"""The start-up test that packed sequences do not see each other, on the real model."""
+"""The start-up test that packed sequences do not see each other, on the real model, also where they share a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 LENGTHS = ((7, 12, 5), (6, 80, 9))
 """Two packs of three sequences: attention may treat short and long ones differently."""
+SHARED = 20, (7, 90, 1, 48)
+"""Tokens of a prompt, and of the responses to it."""
 
 
 def check_isolation(forward: Forward, vocab_size: int, dtype: torch.dtype, seed: int) -> None:
@@ -29,6 +32,38 @@ def check_isolation(forward: Forward, vocab_size: int, dtype: torch.dtype, seed:
     for lengths in LENGTHS:
         sequences = [generator.integers(0, vocab_size, length, dtype=np.int32) for length in lengths]
         _check_pack(forward, sequences, (sequences[0] + 1) % vocab_size, TOLERANCE[dtype])
+
+
+def check_sharing(forward: Forward, vocab_size: int, dtype: torch.dtype, seed: int) -> None:
+    """Raises RuntimeError when rows that share a prompt have other log-probs than by themselves, or see each other.
+
+    As `check_isolation`, of an engine that shares prefixes: rows of one group against the same rows as groups of their
+    own; and with another response in place of the first, which the others must not notice. Three passes over at most
+    206 tokens.
+    """
+    generator = np.random.default_rng(seed)
+
+    def draw(length: int) -> Int32:
+        return generator.integers(0, vocab_size, length, dtype=np.int32)
+
+    prompt, responses = draw(SHARED[0]), [draw(length) for length in SHARED[1]]
+    rows = [np.concatenate([prompt, response]) for response in responses]
+    other = np.concatenate([prompt, (responses[0] + 1) % vocab_size])
+    apart = pack_tokens(rows)
+    together, changed = (replace(pack_tokens(one), groups=apart.groups * 0) for one in (rows, [other, *rows[1:]]))
+    wanted, found, without = forward([apart, together, changed], 1.0)
+    gap = float((wanted - found).abs().max())
+    if not gap <= TOLERANCE[dtype]:
+        raise RuntimeError(
+            f"log-probs of sequences that share a prompt differ by {gap:.3g} from those of each by itself (allowed "
+            f"{TOLERANCE[dtype]}): this model cannot be trained with actor.enable_tree_training"
+        )
+    leak = float((found[len(rows[0]) :] - without[len(rows[0]) :]).abs().max())
+    if not leak <= 1e-6:
+        raise RuntimeError(
+            f"sequences that share a prompt see each other: changing one moved another's log-probs by {leak:.3g}; "
+            "this model cannot be trained with actor.enable_tree_training"
+        )
 
 
 def _check_pack(forward: Forward, sequences: list[Int32], other: Int32, tolerance: float) -> None:
