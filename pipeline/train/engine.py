@@ -16,20 +16,18 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class TokenLogprobs(Protocol):
-    """Log-probs and entropies [M] of packed tokens from logits: holds the one shift between positions and tokens.
+    """Log-probs and entropies [M] of packed tokens: holds the one shift between positions and tokens.
 
-    `logits_at(positions [K])` gives logits [K, V] at these positions of the buffer. Both results are 0 where
-    `loss_mask` is 0, entropies everywhere unless asked for.
+    `logprobs_at(positions [K], targets [K])` gives log-probs and entropies [K] of these tokens by what the model says
+    at these positions of the buffer. Both results are 0 where `loss_mask` is 0.
     """
 
     def __call__(
         self,
-        logits_at: Callable[[torch.Tensor], torch.Tensor],
+        logprobs_at: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         tokens: torch.Tensor,
         cu_seqlens: torch.Tensor,
         loss_mask: torch.Tensor,
-        temperature: float,
-        with_entropy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

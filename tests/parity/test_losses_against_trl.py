@@ -14,6 +14,7 @@ import torch
 from random_batches import RandomBatch
 from transformers import AutoModelForCausalLM
 
+from pekoe.kernels.logprob.logprob import logits_logprobs
 from pekoe.pipeline.algorithm.objective import PolicyObjective
 from pekoe.pipeline.algorithm.segments import segment_sum, sequence_index
 from pekoe.pipeline.algorithm.supervised.dpo import DpoLoss
@@ -29,6 +30,15 @@ TRAINER = {
     "report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
     "save_strategy": "no", "max_steps": 1, "gradient_accumulation_steps": 1,
 }  # fmt: skip
+
+
+def plain_logprobs(logits, tokens, cu_seqlens, mask):
+    """[M] of the active tokens, by logits [M, V]."""
+
+    def logprobs_at(positions, targets):
+        return logits_logprobs(logits[positions], targets, with_entropy=False)
+
+    return token_logprobs(logprobs_at, tokens, cu_seqlens, mask)[0]
 
 
 @pytest.fixture
@@ -64,7 +74,7 @@ class Sequences:
             rows.append(torch.cat([prompt, self.completion_ids[row][self.completion_mask[row] == 1]]))
         logits = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
         mask = self.batch.packed_mask()
-        return token_logprobs(lambda at: logits[at], torch.cat(rows), self.batch.cu_seqlens, mask, 1.0, False)[0]
+        return plain_logprobs(logits, torch.cat(rows), self.batch.cu_seqlens, mask)
 
     def packed(self, **columns) -> dict[str, torch.Tensor]:
         """What Pekoe's losses read; `columns` [B, L]."""
@@ -238,7 +248,7 @@ def test_preference_losses(trl, model, tiny_model, tmp_path, loss_type, beta):
 
     def logprobs(of):
         logits = torch.cat([of(input_ids=row[None]).logits[0] for row in ids])
-        return token_logprobs(lambda at: logits[at], torch.cat(ids), cu_seqlens, torch.cat(labels), 1.0, False)[0]
+        return plain_logprobs(logits, torch.cat(ids), cu_seqlens, torch.cat(labels))
 
     with torch.no_grad():
         ref_logprobs = logprobs(reference)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pekoe.kernels.logprob.logprob import logits_logprobs
 from pekoe.pipeline.algorithm.objective import PolicyObjective
 from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
 from pekoe.pipeline.config.actor import ActorConfig
@@ -69,8 +70,8 @@ def trainers(folder: Path, batch: PackedBatch, temperature: float) -> torch.Tens
     with torch.inference_mode():
         logits = torch.cat([model(torch.from_numpy(part).long()[None]).logits[0] for part in parts])
         logprobs, _ = token_logprobs(
-            lambda positions: logits[positions], torch.from_numpy(batch.tokens), torch.from_numpy(batch.cu_seqlens),
-            torch.from_numpy(batch.loss_mask), temperature, False,
+            lambda positions, targets: logits_logprobs(logits[positions], targets, temperature),
+            torch.from_numpy(batch.tokens), torch.from_numpy(batch.cu_seqlens), torch.from_numpy(batch.loss_mask),
         )  # fmt: skip
     return logprobs
 

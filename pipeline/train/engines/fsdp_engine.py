@@ -28,7 +28,7 @@ from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs, TokenValues
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
 from pekoe.pipeline.train.engines.hf_folder import HfFolderWriter
 from pekoe.pipeline.train.engines.host_copy import HostCopy
-from pekoe.pipeline.train.engines.isolation import check_isolation, check_sharing
+from pekoe.pipeline.train.engines.isolation import check_isolation, check_sharing, random_tokens
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
 from pekoe.pipeline.train.engines.lm_head import LmHead
 from pekoe.pipeline.train.engines.sharded_files import read_sharded
@@ -42,6 +42,9 @@ from pekoe.pipeline.train.engines.value_head import ValueHead
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+
+NUM_SETTLING = 16
+"""Tokens that a head looks at a new model with."""
 
 
 class FsdpEngine:
@@ -92,6 +95,8 @@ class FsdpEngine:
         if trainable:
             self.set_progress(0.0)
         vocab_size = self.model.config.get_text_config().vocab_size
+        few = [random_tokens(vocab_size, NUM_SETTLING, seed)]
+        self._ask(few, lambda batch: self._head.settle(self.model, batch, self.device, section))
         check_isolation(self._probe, vocab_size, getattr(torch, config.dtype), seed)
         if share_prefixes:
             check_sharing(self._probe, vocab_size, getattr(torch, config.dtype), seed)

@@ -86,6 +86,11 @@ def _check_pack(forward: Forward, sequences: list[Int32], other: Int32, toleranc
         )
 
 
+def random_tokens(vocab_size: int, length: int, seed: int) -> PackedBatch:
+    """One sequence, the same on all ranks."""
+    return pack_tokens([np.random.default_rng(seed).integers(0, vocab_size, length, dtype=np.int32)])
+
+
 def pack_tokens(sequences: Sequence[Int32]) -> PackedBatch:
     """A batch of bare token sequences in which every token but the first is active."""
     return pack([(index, _trajectory(tokens)) for index, tokens in enumerate(sequences)])

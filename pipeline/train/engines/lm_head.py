@@ -1,7 +1,13 @@
-"""What the fsdp engine does with a language-model head: log-probs of tokens."""
+"""What the fsdp engine does with a language-model head: log-probs of tokens.
+
+They come from hidden states and the last layer's weight, without logits [K, V] of the K tokens asked for
+(`output_layer.py`). A model that does more to its logits than a linear layer does is computed by them, and the log says
+so.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,18 +15,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pekoe.kernels.logprob.logprob import logits_logprobs
 from pekoe.pipeline.records import PackedBatch
 from pekoe.pipeline.train.engine import LossFunction, TokenLogprobs
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
+from pekoe.pipeline.train.engines.output_layer import adopt, fused_logprobs, run_model, why_not_fused
 from pekoe.pipeline.train.engines.token_layout import Layout, TokenLayout, one_token_layout, plain_layout
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass
 class LmHead:
     """Implements `Head` (`sharded_model.py`) for transformers' causal models."""
 
     token_logprobs: TokenLogprobs
     layout: Layout = plain_layout
+    by_logits: bool = True
+    """Whether logits are made; until `settle` has looked at the model they are."""
 
     fresh = frozenset[str]()
     foreign = frozenset[str]()
@@ -29,7 +41,18 @@ class LmHead:
         import transformers
 
         build: Any = transformers.AutoModelForCausalLM
-        return build.from_config(settings, **options)
+        model = build.from_config(settings, **options)
+        adopt(model)
+        return model
+
+    def settle(self, model: Any, batch: PackedBatch, device: torch.device, section: str) -> None:
+        reason = why_not_fused(model, plain_layout(batch_tensors(batch, device)))
+        self.by_logits = reason is not None
+        if reason is not None:
+            name = type(model).__name__.removeprefix("FSDP")
+            logger.warning(
+                "%s: the log-probs of %s are made from whole logits, which takes memory: %s", section, name, reason
+            )
 
     def export_settings(self, model: Any) -> Mapping[str, Any]:
         return {}
@@ -50,36 +73,25 @@ class LmHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs [M], entropies [M], anchor): the anchor is 0, and ties a micro-batch without active tokens to the
         model, so that its rank takes part in the collectives of forward and backward."""
-        device = tensors["tokens"].device
+        tokens, device = tensors["tokens"], tensors["tokens"].device
         if not tensors["loss_mask"].any():
-            logits = _logits(model, one_token_layout(device), torch.zeros(1, dtype=torch.int64, device=device))
-            anchor = logits.sum() * 0
-            zeros = torch.zeros(len(tensors["tokens"]), dtype=_result_dtype(logits), device=device)
+            alone = one_token_layout(device)
+            found, _ = self._at(model, alone, alone.tokens, alone.tokens, temperature, with_entropy=False)
+            anchor = found.sum() * 0
+            zeros = torch.zeros(len(tokens), dtype=found.dtype, device=device)
             return zeros + anchor, zeros.clone(), anchor
         layout = self.layout(tensors)
 
-        def logits_at(positions: Tensor) -> Tensor:
-            return _logits(model, layout, layout.at(positions))
+        def logprobs_at(positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return self._at(model, layout, layout.at(positions), targets, temperature, with_entropy)
 
-        logprobs, entropy = self.token_logprobs(
-            logits_at, tensors["tokens"], tensors["cu_seqlens"], tensors["loss_mask"], temperature, with_entropy
-        )
+        logprobs, entropy = self.token_logprobs(logprobs_at, tokens, tensors["cu_seqlens"], tensors["loss_mask"])
         return logprobs, entropy, torch.zeros((), device=device)
 
-
-def _logits(model: Any, layout: TokenLayout, keep: Tensor) -> Tensor:
-    """Logits [K, V] at the places `keep` [K] of the layout's tokens."""
-    output = model(
-        input_ids=layout.tokens[None],
-        position_ids=layout.position_ids[None],
-        attention_mask=None,
-        use_cache=False,
-        logits_to_keep=keep,
-        packed_sequences=layout.packed,
-    )
-    logits: Tensor = output.logits[0]
-    return logits
-
-
-def _result_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+    def _at(
+        self, model: Any, layout: TokenLayout, keep: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [K] of `targets` [K] at the places `keep` [K]."""
+        if not self.by_logits:
+            return fused_logprobs(model, layout, keep, targets, temperature, with_entropy)
+        return logits_logprobs(run_model(model, layout, keep), targets, temperature, with_entropy=with_entropy)

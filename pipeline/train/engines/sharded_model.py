@@ -35,6 +35,11 @@ class Head(Protocol):
         """The transformers model of a configuration; `options` are those of `from_config`."""
         ...
 
+    def settle(self, model: Any, batch: PackedBatch, device: torch.device, section: str) -> None:
+        """Looks at the loaded model, by passes over a few tokens, and chooses how to compute; collective, without
+        gradient."""
+        ...
+
     def export_settings(self, model: Any) -> Mapping[str, Any]:
         """What differs in `config.json` from that of the folder that the model was loaded from."""
         ...

@@ -44,6 +44,9 @@ class ValueHead:
         model.__class__ = type(kind.__name__, (kind,), {"forward": _outputs_everywhere})
         return model
 
+    def settle(self, model: Any, batch: PackedBatch, device: torch.device, section: str) -> None:
+        """There is one way."""
+
     def export_settings(self, model: Any) -> Mapping[str, Any]:
         name = type(model).__name__.removeprefix("FSDP")
         return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pekoe.kernels.logprob.logprob import logits_logprobs
 from pekoe.pipeline.algorithm.supervised.dpo import DpoLoss, preference_losses
 from pekoe.pipeline.algorithm.supervised.reward_model import RewardModelLoss
 from pekoe.pipeline.algorithm.supervised.sft import SftLoss
@@ -41,7 +42,9 @@ def packed(rows, extra=()):
     lengths = torch.tensor([0, *(len(row[0]) for row in rows)])
     batch = {"tokens": tokens, "loss_mask": labels, "cu_seqlens": lengths.cumsum(0)}
     batch |= {name: torch.cat(arrays) for name, arrays in dict(extra).items()}
-    logprobs, _ = token_logprobs(lambda at: logits[at], tokens, batch["cu_seqlens"], labels, 1.0, False)
+    logprobs, _ = token_logprobs(
+        lambda at, targets: logits_logprobs(logits[at], targets), tokens, batch["cu_seqlens"], labels
+    )
     return logprobs, batch
 
 
