@@ -408,7 +408,7 @@ def test_a_run_that_never_begins_is_not_waited_for_without_end() -> None:
     assert made.turn() == ""
     began = time.monotonic()
     assert made.run() == "finished"
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0
     assert files.has_left
 
 

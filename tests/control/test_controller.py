@@ -138,7 +138,7 @@ def test_a_stop_while_waiting_saves_and_drops_nothing_that_was_trained() -> None
     threading.Timer(1.0, world.stop.set).start()
     began = time.monotonic()
     assert world.run() == "stopped"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     steps = len(world.consumed)
     assert 0 < steps < 10
     assert world.folder.committed[-1] == steps

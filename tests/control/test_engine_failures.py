@@ -221,7 +221,7 @@ def test_the_only_engine_is_brought_the_version_while_the_head_waits_for_it(mome
         world.num_validation, world.config.evaluator.at_start, world.config.evaluator.block = 4, True, True
     began = time.monotonic()
     assert world.run() == "finished"
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 40
     assert consumed(world) == list(range(24))
     assert world.restarts == 1
     if moment in ("sampling", "evaluating"):

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -288,11 +289,11 @@ def test_a_stop_is_not_held_up_by_a_checkpoint_that_finds_no_room(caplog: pytest
 
     world = World(config(freq=100), 30, 10, faults=Faults(save=save))
     world.grace_seconds = 0.5
-    world.config.cluster.full_disk_seconds = 10.0
+    world.config.cluster.full_disk_seconds = 40.0
     stop_after(world, 3)
     began = time.monotonic()
     assert world.run() == "stopped"
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
     assert len(world.folder.begun) > 1
     assert "stopping without a checkpoint of version 3" in caplog.text
 
@@ -309,7 +310,7 @@ def test_a_stop_gives_up_what_waits_for_room(refused: str) -> None:
     assert world.folder.committed == [1]
 
 
-def test_a_pause_for_room_is_not_taken_for_the_length_of_a_step() -> None:
+def test_a_pause_for_room_is_not_taken_for_the_length_of_a_step(held_up: Callable[[], float]) -> None:
     world = World(config(freq=100), 12, 4)
     original, refused = world._record, []
 
@@ -321,17 +322,17 @@ def test_a_pause_for_room_is_not_taken_for_the_length_of_a_step() -> None:
 
     world._record = record  # type: ignore[assignment]
     assert world.run() == "finished"
-    assert 0.0 < world.controller.parts.stop.step_seconds < 0.5
+    assert 0.0 < world.controller.parts.stop.step_seconds < 0.5 + held_up()
 
 
-def test_an_export_counts_as_a_step_without_its_pause_for_room() -> None:
+def test_an_export_counts_as_a_step_without_its_pause_for_room(held_up: Callable[[], float]) -> None:
     faults = Faults(export_refused=str(FULL), export_seconds=0.2)
     world = World(config(freq=100), 8, 2, faults=faults)
     world.config.saver.freq_steps = 1
     threading.Timer(1.5, lambda: setattr(faults, "export_refused", "")).start()
     assert world.run() == "finished"
     assert world.post.sent["Export"] > 2
-    assert 0.2 <= world.controller.parts.stop.step_seconds < 1.0
+    assert 0.2 <= world.controller.parts.stop.step_seconds < 1.0 + held_up()
 
 
 def test_the_time_of_a_save_is_remembered_over_an_attempt_that_has_not_measured_its_own() -> None:

@@ -6,6 +6,7 @@ import errno
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ class SupervisedWorld:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_no_step_begins_until_a_refused_checkpoint_is_written(asynchronous: bool) -> None:
+def test_no_step_begins_until_a_refused_checkpoint_is_written(asynchronous: bool, held_up: Callable[[], float]) -> None:
     world = SupervisedWorld(5, asynchronous)
     assert world.run() == "finished"
     tries = [version for what, version in world.log if what == "save"][:6]
@@ -91,7 +92,7 @@ def test_no_step_begins_until_a_refused_checkpoint_is_written(asynchronous: bool
     assert tries.count(paused_at) >= 5
     assert world.folder.committed == sorted({paused_at, 4, 6, 8})
     assert max(world.refusals) == 5.0
-    assert world.controller.parts.stop.step_seconds < 0.5
+    assert world.controller.parts.stop.step_seconds < 0.5 + held_up()
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_one_step_lost_at_most() -> None:
@@ -106,5 +107,5 @@ def test_a_stop_ends_the_pause() -> None:
     threading.Timer(0.4, world.stop.set).start()
     began = time.monotonic()
     assert world.run(1000) == "stopped"
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0
     assert world.controller.version <= 3
