@@ -95,12 +95,12 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sums: P
 
 @pytest.fixture
 def login(cluster: Cluster, tiny_job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """This process is on a login node of the cluster."""
+    """This process is on a login node of the cluster, and looks at the queue each second."""
     from pekoe.launch.slurm import StateWatcher, SubmittedJob
 
     for name, value in {**cluster.environment, **tiny_job.variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher())
+    monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher(delay_s=1))
     return cluster
 
 

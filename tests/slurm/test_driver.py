@@ -64,10 +64,10 @@ def test_a_killed_rank_ends_the_job_at_once(cluster: Cluster, tiny_job: TinyJob)
     wait_for_step(cluster, job, run, 2)
     processes = rank_processes(cluster, job, 1)
     assert len(processes) >= 2
-    began = time.monotonic()
     processes[1].kill()
-    assert cluster.wait(job, seconds=20) == "FAILED"
-    assert time.monotonic() - began < 15
+    began = time.monotonic()
+    assert cluster.wait(job) == "FAILED"
+    assert time.monotonic() - began < 60, "well below cluster.silence_seconds"
     assert cluster.facts(job)["ExitCode"] == "1:0"
     record = error_record(run, 0)
     assert (record["rank"], record["host"], record["role"]) == (1, "n2", "rollout")
@@ -82,7 +82,7 @@ def test_a_rank_that_vanishes_with_its_supervisor_has_a_record_too(cluster: Clus
     wait_for_step(cluster, job, run, 1)
     for process in rank_processes(cluster, job, 1):
         process.kill()
-    assert cluster.wait(job, seconds=25) == "FAILED"
+    assert cluster.wait(job) == "FAILED"
     assert error_record(run, 0)["error"]
     assert_nothing_left(cluster, job)
 
@@ -93,7 +93,7 @@ def test_a_cancelled_job_leaves_no_process(cluster: Cluster, tiny_job: TinyJob) 
     wait_for_step(cluster, job, run, 1)
     assert len(cluster.processes(job)) > 6, "launcher, srun, supervisors, ranks, reward processes"
     cluster.run(["scancel", job])
-    assert cluster.wait(job, seconds=20) == "CANCELLED"
+    assert cluster.wait(job) == "CANCELLED"
     assert_nothing_left(cluster, job)
 
 
@@ -105,7 +105,7 @@ def test_a_warning_stops_the_job_with_a_checkpoint_and_the_next_goes_on(
     job = submit(cluster, tiny_job, config, *TWO_NODES)
     wait_for_step(cluster, job, run, 3)
     cluster.run(["scancel", "--signal=USR2", "--batch", job])
-    assert cluster.wait(job, seconds=30) == "FAILED"
+    assert cluster.wait(job) == "FAILED"
     assert cluster.facts(job)["ExitCode"] == "75:0"
     step = ledger_step(run)
     assert step < STEPS
@@ -127,7 +127,7 @@ def test_restart_in_place_on_the_nodes_that_are_left(cluster: Cluster, tiny_job:
     job = submit(cluster, tiny_job, config, "--nodes=3", "--ntasks-per-node=1", "--no-kill", "--no-requeue")
     wait_for_step(cluster, job, run, 3)
     rank_processes(cluster, job, 1)[1].kill()
-    cluster.wait_for(lambda: len(attempts(run)) == 2, 30, "the second attempt")
+    cluster.wait_for(lambda: len(attempts(run)) == 2, 90, "the second attempt")
     wait_for_step(cluster, job, run, 6)
     cluster.scontrol("update", "nodename=n2", "state=down", "reason=test")
     assert cluster.wait(job, seconds=START_SECONDS) == "COMPLETED", cluster.output(job)
@@ -144,7 +144,7 @@ def test_a_preempted_job_is_requeued_and_comes_to_the_same_result(
     job = submit(cluster, tiny_job, config, *TWO_NODES, "--partition=low", "--requeue")
     wait_for_step(cluster, job, run, 3)
     other = cluster.sbatch("sleep 3", "--nodes=4", "--exclusive", "--partition=high")
-    cluster.wait(other, seconds=60)
+    cluster.wait(other)
     start_now(cluster, job)
     assert cluster.wait(job, seconds=START_SECONDS) == "COMPLETED", cluster.output(job)
     assert [one["restarts"] for one in attempts(run)] == [0, 1]
@@ -188,8 +188,8 @@ def test_a_chain_ends_with_a_cancelled_job(cluster: Cluster, tiny_job: TinyJob) 
     waiting = cluster.run(["squeue", "--noheader", "--format=%i %T"]).stdout.splitlines()
     assert len(waiting) == 2, waiting
     cluster.run(["scancel", job])
-    assert cluster.wait(job, seconds=20) == "CANCELLED"
-    cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 10, "no job waits")
+    assert cluster.wait(job) == "CANCELLED"
+    cluster.wait_for(lambda: not cluster.run(["squeue", "--noheader"]).stdout.strip(), 60, "no job waits")
     assert len(attempts(run)) == 1
 
 
@@ -211,7 +211,7 @@ def test_a_world_without_a_driver_dies_with_its_srun(cluster: Cluster, tiny_job:
             sruns = [process for process in cluster.processes(job) if process.name() == "srun"]
             for process in sruns:
                 os.kill(process.pid, signal.SIGKILL)
-        cluster.wait(job, seconds=20)
+        cluster.wait(job)
         assert_nothing_left(cluster, job)
 
 
@@ -222,7 +222,7 @@ def test_mpiexec_inside_the_allocation(cluster: Cluster, tiny_job: TinyJob, undi
     job = submit(cluster, tiny_job, config, *TWO_NODES, "--no-requeue")
     wait_for_step(cluster, job, run, 2)
     cluster.run(["scancel", "--signal=USR2", "--batch", job])
-    assert cluster.wait(job, seconds=30) == "FAILED"
+    assert cluster.wait(job) == "FAILED"
     assert cluster.facts(job)["ExitCode"] == "75:0", cluster.output(job)
     assert_nothing_left(cluster, job)
     again = cluster.sbatch(
@@ -231,6 +231,6 @@ def test_mpiexec_inside_the_allocation(cluster: Cluster, tiny_job: TinyJob, undi
     wait_for_step(cluster, again, run, 5)
     next(p for p in cluster.processes(again) if p.name().startswith("python") and "pekoe.launch.rank" in p.cmdline()
          and p.environ().get("PMI_RANK") == "1" and p.parent().name().startswith("python")).kill()  # fmt: skip
-    assert cluster.wait(again, seconds=25) == "FAILED", cluster.output(again)
+    assert cluster.wait(again) == "FAILED", cluster.output(again)
     assert error_record(run, 1)["rank"] == 1
     assert_nothing_left(cluster, again)

@@ -104,7 +104,7 @@ def test_both_components_of_a_heterogeneous_job_are_one_world(cluster: Cluster, 
         f"#SBATCH --nodes=2 --ntasks-per-node=1\n{library} {srun(mpi, '--het-group=0,1')}"
     )
     job = cluster.sbatch(script, "--time=3")
-    assert cluster.wait(job, seconds=90) == "COMPLETED", cluster.output(job)
+    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
     told = [json.loads(line[5:]) for line in cluster.output(job).splitlines() if line.startswith("plan ")]
     check(told, ["n1", "n1", "n2", "n3"], mpi)
     assert [one["node"] for one in told] == [0, 0, 1, 2]
@@ -147,7 +147,7 @@ def test_a_packed_environment_is_unpacked_once_on_each_node(cluster: Cluster, tm
         f"srun --mpi=pmi2 bash -c 'SLURM_TMPDIR={disk} exec {wrapper} -- python {show}'",
         "--nodes=2", "--ntasks-per-node=2",
     )  # fmt: skip
-    assert cluster.wait(job, seconds=60) == "COMPLETED", cluster.output(job)
+    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
     said = cluster.output(job).splitlines()
     inside = sorted(line.split() for line in said if line.startswith("inside"))
     assert [words[1:3] for words in inside] == [["n1", "0"], ["n1", "1"], ["n2", "2"], ["n2", "3"]]
@@ -162,7 +162,7 @@ def test_the_child_of_an_array_task_has_ids_of_its_own(cluster: Cluster) -> None
         "env=without_identity(os.environ), check=True)"
     )
     job = cluster.sbatch(f'{PYTHON} -c "{code}"', "--array=3", "--mem-per-cpu=300", "--gres=gpu:h100:1", "--nodes=1")
-    assert cluster.wait(job, seconds=60) == "COMPLETED", cluster.output(job)
+    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
     child = dict(line.split("=", 1) for line in (cluster.folder / "child.out").read_text().splitlines() if "=" in line)
     assert child["SLURM_JOB_ID"] not in (job, f"{job}_3")
     assert child["SLURM_CONF"] == str(cluster.home / "etc" / "slurm.conf")

@@ -53,5 +53,5 @@ def test_an_mpiexec_that_is_none_is_a_wrong_configuration(login: Cluster, tiny_j
     with pytest.raises(RunFailedError, match=r"the configuration is wrong: cluster\.slurm\.mpiexec: ") as caught:
         job.result(timeout=START_SECONDS)
     assert caught.value.exit_code == 78
-    login.wait(job.job_id, seconds=20)
+    login.wait(job.job_id)
     assert login.facts(job.job_id)["ExitCode"] == "78:0"

@@ -54,7 +54,7 @@ def test_an_array_of_three_serves_a_trainer(cluster: Cluster, tiny_job: TinyJob)
     first, second = (ids_of(cluster, job, element) for element in (0, 1))
     cluster.wait_for(lambda: held_by(run) >= 2, 60, "leases held by two worlds")
     os.kill(rank_of(cluster, first), signal.SIGKILL)
-    assert cluster.wait(f"{job}_0", seconds=40) == "FAILED"
+    assert cluster.wait(f"{job}_0") == "FAILED"
     assert_nothing_left(cluster, first)
     step = ledger_step(run)
     assert step < NUM_STEPS - 10, "the trainer must still need them"
@@ -66,7 +66,7 @@ def test_an_array_of_three_serves_a_trainer(cluster: Cluster, tiny_job: TinyJob)
     assert len(attempts(run)) == 1
     assert not list((run / "errors").glob("*.json"))
     for element in (1, 2):
-        assert cluster.wait(f"{job}_{element}", seconds=60) == "COMPLETED"
+        assert cluster.wait(f"{job}_{element}") == "COMPLETED"
     assert second != first
     assert_nothing_left(cluster, second)
 

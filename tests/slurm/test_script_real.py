@@ -32,7 +32,7 @@ def test_a_job_of_a_script_is_watched_and_cancelled_by_its_run_directory(login: 
     assert "pekoe: run directory" in said
     assert f"{job} stopped" in pekoe(login, tiny_job, "cancel", run)
     with pytest.raises(RunStoppedError, match="pekoe resume"):
-        handle.result(timeout=60)
+        handle.result(timeout=150)
     assert handle.has_ended
     assert newest_checkpoint(run) > 0
     assert "ended with code 75" in pekoe(login, tiny_job, "status", run)

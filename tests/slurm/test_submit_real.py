@@ -107,11 +107,9 @@ def test_a_run_is_cancelled_continued_and_watched_by_its_directory(login: Cluste
     assert f"job {job.job_id} (submit): RUNNING on n" in said
     assert f", job {job.job_id}" in said
     assert "attempt 0 began" in said
-    began = time.monotonic()
     assert f"{job.job_id} stopped" in pekoe(login, tiny_job, "cancel", run.path)
-    assert time.monotonic() - began < 45
     with pytest.raises(RunStoppedError, match=f"pekoe resume {run.path}"):
-        RunJob.of(run).result(timeout=30)
+        RunJob.of(run).result(timeout=90)
     assert login.wait(job.job_id) == "FAILED"
     assert login.facts(job.job_id)["ExitCode"] == "75:0"
     steps = max(int(path.stem.removeprefix("step-")) for path in run.ledger.glob("step-*.json"))
@@ -121,7 +119,7 @@ def test_a_run_is_cancelled_continued_and_watched_by_its_directory(login: Cluste
     again = resume(run, [f"total_train_steps={steps + 2}"])
     followed = pekoe(login, tiny_job, "logs", run.path, "-f", "--lines", 5)
     assert f"step {steps + 2}/{steps + 2}" in followed, followed
-    result = again.result(timeout=30)
+    result = again.result(timeout=90)
     assert (result.attempt, result.steps, result.outcome) == (1, steps + 2, "done")
     assert [entry.job_id for entry in jobs_of(run)] == [first, again.job_id]
     assert "rank 1 INFO" in pekoe(login, tiny_job, "logs", run.path, "--attempt", 0, "--rank", 1)
@@ -166,13 +164,13 @@ def test_the_ways_in_which_a_job_can_end_are_told_apart(login: Cluster, tmp_path
     requeued = sleeping(tmp_path, 300, "--partition=low", "--nodelist=n3", "--requeue")
     jobs = {"CANCELLED": cancelled, "FAILED": failed, "NODE_FAIL": lost, "PREEMPTED": preempted, "TIMEOUT": late}
     for job in (late, cancelled, lost, preempted, requeued):
-        login.wait(job.job_id, {"RUNNING"}, 30)
+        login.wait(job.job_id, {"RUNNING"})
     assert not late.done(force_check=True)
     login.run(["scancel", cancelled.job_id])
     login.scontrol("update", "nodename=n4", "state=down", "reason=test")
     above = [login.sbatch("sleep 40", "--partition=high", f"--nodelist={node}", "--cpus-per-task=4")
              for node in ("n2", "n3")]  # fmt: skip
-    login.wait(requeued.job_id, {"PENDING"}, 60)
+    login.wait(requeued.job_id, {"PENDING"})
     assert not requeued.done(force_check=True), "it was put back into the queue: that is no end"
     for state, job in jobs.items():
         error = job.exception()
@@ -197,7 +195,7 @@ def cramped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         try:
             for name, value in made.environment.items():
                 monkeypatch.setenv(name, value)
-            monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher())
+            monkeypatch.setattr(SubmittedJob, "watcher", StateWatcher(delay_s=1))
             yield made
         finally:
             made.down()

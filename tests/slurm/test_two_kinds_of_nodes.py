@@ -28,7 +28,7 @@ def test_a_heterogeneous_job_is_stopped_and_resumed(login: Cluster, tiny_job: Ti
     assert places["rollout"] in ("n1", "n2", "n4")
     assert f"{job.job_id} stopped" in job.cancel()
     with pytest.raises(RunStoppedError, match="pekoe resume"):
-        job.result(timeout=30)
+        job.result(timeout=90)
     step = ledger_step(run)
     assert newest_checkpoint(run) == step
     assert not login.run(["squeue", "--noheader"]).stdout.strip()
@@ -38,4 +38,4 @@ def test_a_heterogeneous_job_is_stopped_and_resumed(login: Cluster, tiny_job: Ti
     again = resume(job.run, [f"total_train_steps={step + 2}"])
     result = again.result(timeout=START_SECONDS)
     assert (result.attempt, result.steps, result.outcome) == (1, step + 2, "done")
-    assert login.wait(again.job_id, seconds=20) == "COMPLETED"
+    assert login.wait(again.job_id) == "COMPLETED"

@@ -118,7 +118,7 @@ class Cluster:
             words = [line.split()[0] for line in self.run(asked, check=False).stdout.splitlines() if line.strip()]
         return ",".join(sorted(set(words)))
 
-    def wait(self, job: str, states: Collection[str] = ENDED, seconds: float = 60.0) -> str:
+    def wait(self, job: str, states: Collection[str] = ENDED, seconds: float = 150.0) -> str:
         """Until the job (every element of an array) is in one of the states; returns it."""
         wanted = {states} if isinstance(states, str) else set(states)
         self.wait_for(lambda: self._is_in(job, wanted), seconds, f"job {job} in {', '.join(sorted(wanted))}")
@@ -161,7 +161,7 @@ class Cluster:
         if self.run(["squeue", "--noheader"], check=False).stdout.strip():
             self.run(["scancel", "--full", "--user=root"], check=False)
             self.run(["scancel", "--user=root"], check=False)
-            self.wait_for(lambda: not self.run(["squeue", "--noheader"], check=False).stdout.strip(), 40, "no job")
+            self.wait_for(lambda: not self.run(["squeue", "--noheader"], check=False).stdout.strip(), 120, "no job")
         ill = self.run(["sinfo", "--noheader", "--Node", "--states=down,drain,fail", "--format=%N"]).stdout.split()
         for node in sorted(set(ill)):
             self.scontrol("update", f"nodename={node}", "state=resume")
