@@ -184,7 +184,9 @@ def test_a_client_that_hangs_up_frees_its_place(client: Any, engine: Any) -> Non
     assert engine.gauges()["tokens"] - before < 16 * 120, "it was not simply finished"
 
 
-def test_stop_answers_requests_under_way_and_leaves_no_thread_and_no_port(serve: Any, engine: Any) -> None:
+def test_stop_answers_requests_under_way_and_leaves_no_thread_and_no_port(
+    serve: Any, engine: Any, held_up: Any
+) -> None:
     endpoint, client = serve()
     port = int(client.url.split(":")[2].split("/")[0])
     engine.pause()
@@ -194,7 +196,7 @@ def test_stop_answers_requests_under_way_and_leaves_no_thread_and_no_port(serve:
         await wait_until(lambda: engine.gauges()["waiting"] == 3)
         began = time.monotonic()
         await asyncio.to_thread(endpoint.stop)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 3 + held_up(), "it waits for no completion"
         return list(await asyncio.gather(*tasks))
 
     try:
@@ -204,7 +206,7 @@ def test_stop_answers_requests_under_way_and_leaves_no_thread_and_no_port(serve:
     assert [(status, body["error"]["type"]) for status, body in answers] == [(503, "server_error")] * 3
     assert "agents-endpoint" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=60)
     endpoint.stop()
     deadline = time.monotonic() + 10
     while engine.gauges()["waiting"] and time.monotonic() < deadline:
@@ -220,7 +222,7 @@ def test_two_endpoints_never_share_a_port_and_a_short_token_is_refused(serve: An
 
 def test_a_client_of_another_protocol_does_not_stop_it(client: Any) -> None:
     port = int(client.url.split(":")[2].split("/")[0])
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"\x16\x03\x01\x02 this is no HTTP\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.")
     assert client.get("/models")[0] == 200

@@ -44,7 +44,7 @@ class Meeting:
 
 def on_ranks(num_ranks: int, job: Callable[[int, Meeting], Any]) -> list[Any]:
     """`job(rank, its reduction)` on all ranks; they must have met the same number of times."""
-    barrier, slots = threading.Barrier(num_ranks, timeout=30), [None] * num_ranks
+    barrier, slots = threading.Barrier(num_ranks, timeout=90), [None] * num_ranks
     meetings = [Meeting(rank, barrier, slots) for rank in range(num_ranks)]
 
     def one(rank: int) -> Any:

@@ -129,9 +129,9 @@ def test_no_rows():
 
 def test_large_batch_is_quick():
     lengths = np.random.default_rng(0).integers(10, 8000, 8192)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = plan_batch(lengths, np.repeat(np.arange(1024), 8), 64, 16384, minibatches=4)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     check(plan, lengths, 64, 16384)
 
 

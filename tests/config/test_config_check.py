@@ -337,7 +337,7 @@ def test_a_repository_id_becomes_its_snapshot_in_the_local_cache(folder: Path, m
     (absent,) = problems("actor.path=org/other")
     assert "'org/other' is no local path and not in the local Hugging Face cache" in absent
     assert str(folder / "hub") in absent
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_paths_that_are_no_repository_ids_are_plainly_missing(folder: Path) -> None:

@@ -205,7 +205,7 @@ def test_nobody_returns_before_the_writer_is_done(tmp_path: Path) -> None:
     writer.start()
     assert complete_folder.verify(folder, deep=True, retry_seconds=30)["files"][0]["bytes"] == 1000
     assert time.monotonic() - began >= 1.0
-    writer.join(10)
+    writer.join(60)
 
 
 def test_a_full_disk_leaves_the_old_content_and_no_part(tmp_path: Path, disk: Callable[..., FaultyDisk]) -> None:

@@ -50,7 +50,7 @@ def test_of_many_at_the_same_time_one_gets_it(run: RunDirectory, old: str) -> No
         assert first.stdout is not None
         assert first.stdout.readline() == "claimed\n"
         first.kill()
-        first.communicate(timeout=10)
+        first.communicate(timeout=60)
     if old == "ended":
         (run.path / claims.FOLDER / "0.ended").touch()
     together = time.time() + 1.0
@@ -62,7 +62,7 @@ def test_of_many_at_the_same_time_one_gets_it(run: RunDirectory, old: str) -> No
         said.append(process.stdout.readline().strip())
     for process in many:
         process.kill()
-    errors = [process.communicate(timeout=10)[1] for process in many]
+    errors = [process.communicate(timeout=60)[1] for process in many]
     assert sorted(said) == ["claimed", *["turned away"] * 5]
     assert sum("is being run by job 7" in text and "nothing to do here" in text for text in errors) == 5
     assert all(process.returncode in (0, -9) for process in many)
@@ -77,7 +77,7 @@ def test_who_is_turned_away_has_touched_nothing(run: RunDirectory) -> None:
     assert is_mine(run)
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     other = start(run, "7")
-    out, errors = other.communicate(timeout=20)
+    out, errors = other.communicate(timeout=60)
     assert (out.strip(), other.returncode) == ("turned away", 0)
     assert f"pid {os.getpid()}" in errors
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before

@@ -108,7 +108,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", folder], check=True, timeout=30)
+    subprocess.run(["umount", folder], check=True, timeout=90)
 
 
 def test_a_full_disk_is_said_and_left_as_it_was(tiny_disk: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_run_that_was_taken_over_writes_no_more(tmp_path: Path, tiny_model: Pa
             assert process.poll() is None
             time.sleep(0.05)
         assert raise_fence(run) == 1
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 1, output

@@ -83,7 +83,7 @@ def test_messages_on_a_terminal_begin_on_fresh_lines_and_the_cursor_comes_back(t
         shown += read_until(ours, lambda text: "pekoe: stopping" in text)
         launcher.send_signal(signal.SIGINT)
         shown += read_until(ours, lambda text: "the record is" in text)
-        assert launcher.wait(10) == 1
+        assert launcher.wait(60) == 1
     finally:
         launcher.kill()
         os.close(ours)

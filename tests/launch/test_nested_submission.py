@@ -44,7 +44,7 @@ def test_the_child_of_an_array_task_has_ids_of_its_own(tmp_path: Path) -> None:
         "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_MEM_PER_CPU": "512", "SLURM_CPUS_PER_TASK": "4",
         "PATH": os.environ["PATH"],
     }  # fmt: skip
-    said = subprocess.run([sbatch], env=without_identity(outer), capture_output=True, text=True, check=True, timeout=30)
+    said = subprocess.run([sbatch], env=without_identity(outer), capture_output=True, text=True, check=True, timeout=90)
     child = dict(line.split("=", 1) for line in said.stdout.splitlines() if "=" in line)
     facts = environment.read(child, "h")
     assert (facts.job_id, facts.array_task, facts.job_nodes, facts.in_allocation) == ("99", None, ("n7",), True)

@@ -121,13 +121,13 @@ def test_ranks_have_a_folder_each_and_stale_locks_of_the_dead_are_gone(tmp_path:
     kernel = lock.with_name("fused.so")
     kernel.write_text("built")
     first.kill()
-    first.communicate(timeout=10)
+    first.communicate(timeout=60)
     third, its = start()
     assert its == "own-0"
     assert not lock.exists(), "a lock file that nobody holds would be waited for without end"
     assert kernel.exists()
     for process in (second, third):
-        process.communicate("", timeout=10)
+        process.communicate("", timeout=60)
 
 
 def test_caches_of_jobs_that_ended_are_deleted_after_a_day(tmp_path: Path) -> None:
@@ -147,4 +147,4 @@ def test_caches_of_jobs_that_ended_are_deleted_after_a_day(tmp_path: Path) -> No
         os.utime(folder / ".held", (long_ago, long_ago))
     assert node_cache.delete_unused(mine) == [ended]
     assert [folder.exists() for folder in (mine, ended, fresh, used, stranger)] == [True, False, True, True, True]
-    holder.communicate("", timeout=10)
+    holder.communicate("", timeout=60)

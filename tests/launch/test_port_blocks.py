@@ -57,7 +57,7 @@ def test_a_range_is_held_and_free_again_when_its_process_dies() -> None:
     assert first not in {block.first for block in others}
     assert port_blocks._bound(first - 1) is None
     holder.kill()
-    holder.communicate(timeout=10)
+    holder.communicate(timeout=60)
     guard = port_blocks._bound(first - 1)
     assert guard is not None
     guard.close()
@@ -96,7 +96,7 @@ def test_threads_of_a_process_get_distinct_ranges() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     assert len({block.first for block in blocks}) == 8
     for block in blocks:
         block.release()

@@ -21,7 +21,7 @@ def test_ports_are_distinct_whatever_the_job_id(monkeypatch: pytest.MonkeyPatch)
     ports = {rendezvous.split_address(endpoint)[1] for _, endpoint in opened}
     assert len(ports) == 3
     for owner, endpoint in opened:
-        with socket.create_connection(rendezvous.split_address(endpoint), timeout=5):
+        with socket.create_connection(rendezvous.split_address(endpoint), timeout=60):
             pass
         owner.close()
 

@@ -80,7 +80,7 @@ def test_following_shows_what_is_added_also_to_new_files_and_ends_with_the_run(
     while "attempt 2\n" not in out.getvalue() and time.monotonic() < deadline:
         time.sleep(0.02)
     over.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     shown = out.getvalue()
     assert shown.startswith(

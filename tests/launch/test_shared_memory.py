@@ -32,7 +32,7 @@ def test_what_mpi_mapped_is_gone_after_a_kill(victim: int, tmp_path: Path) -> No
     assert files
     assert all(path.startswith(MEMORY) and Path(path).exists() for path in files)
     os.kill(int(pid), signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=90)
     assert not [path for path in files if Path(path).exists()]
 
 

@@ -125,7 +125,7 @@ def test_status_asks_a_living_world_for_its_stacks(tmp_path: Path, stopped: int 
     began = time.monotonic()
     shown = subprocess.run(
         [sys.executable, "-m", "pekoe.launch.cli", "status", str(world.run), "--stacks"],
-        capture_output=True, text=True, timeout=40,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     seconds = time.monotonic() - began
     world.process.kill()

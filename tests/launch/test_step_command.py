@@ -177,7 +177,7 @@ def test_the_folder_of_the_pmix_server_is_seen_inside(tmp_path: Path, server: st
     made = inside("apptainer", "pmix", "cluster.slurm.container.mounts=['/a b']")
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", **({"PMIX_SERVER_TMPDIR": server} if server else {})}
     wrapped = made[made.index("bash") :]
-    done = subprocess.run(wrapped, env=environ, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(wrapped, env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["exec", *bound, *wrapped[wrapped.index("exec") + 1 :]]
     assert "/a b" in done.stdout
 

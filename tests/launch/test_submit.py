@@ -249,7 +249,7 @@ def test_arrays_that_are_submitted_at_once_are_all_known(slurm: FakeSlurm, confi
     gate, given = threading.Barrier(6), []
 
     def work() -> None:
-        gate.wait(10)
+        gate.wait(60)
         given.append(submit_rollout_array(job.run, "0-1", ["allocation=hf:d1", "cluster.n_nodes=1"]))
 
     threads = [threading.Thread(target=work) for _ in range(6)]

@@ -44,7 +44,7 @@ def test_two_seeds_in_turn_and_their_results_from_another_process(config: Path) 
     )  # fmt: skip
     assert "code=0, outcome='done', steps=2" in done.stdout, done.stderr
     assert jobs[0].has_ended, "the second comes after the first"
-    assert [job.result(timeout=10).run for job in jobs] == [str(job.run.path) for job in jobs]
+    assert [job.result(timeout=60).run for job in jobs] == [str(job.run.path) for job in jobs]
     assert [job.state for job in jobs] == ["COMPLETED", "COMPLETED"]
 
 
@@ -67,7 +67,7 @@ def test_a_run_that_fails_is_an_error_and_one_that_is_cancelled_another(
     assert main(["cancel", str(stopped.run.path)]) == 0
     assert "stopped" in capsys.readouterr().out
     with pytest.raises(RunStoppedError, match="with a checkpoint"):
-        RunJob.of(RunDirectory(stopped.run.path)).result(timeout=30)
+        RunJob.of(RunDirectory(stopped.run.path)).result(timeout=90)
     assert main(["status", str(stopped.run.path)]) == 0
     shown = capsys.readouterr().out
     assert f"process {stopped.job_id} (submit): FAILED" in shown

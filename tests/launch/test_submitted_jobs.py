@@ -69,7 +69,7 @@ def test_of_many_that_note_and_forget_at_once_nothing_is_lost(run: RunDirectory)
     gate = threading.Barrier(8)
 
     def work(worker: int) -> None:
-        gate.wait(10)
+        gate.wait(60)
         for number in range(5):
             note_job(run, entry(f"{worker}{number}"))
             if number % 2:
@@ -79,7 +79,7 @@ def test_of_many_that_note_and_forget_at_once_nothing_is_lost(run: RunDirectory)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     expected = {f"{worker}{number}" for worker in range(8) for number in (0, 2, 4)}
     assert sorted(one.job_id for one in jobs_of(run)) == sorted(expected)
 
@@ -117,15 +117,15 @@ def test_the_end_of_a_script_is_read_from_the_run(
         slurm.command("squeue", "echo '7|FAILED|n1|NonZeroExitCode'")
     driven_by(run, 0, "7", 20.0, ended=True)
     with pytest.raises(JobEndedError, match=f"job 7 of .* ended as {'GONE' if seen == 'forgotten' else seen}"):
-        RunJob.of(run).result(timeout=20)
+        RunJob.of(run).result(timeout=60)
     run.logs(0).mkdir(parents=True)
     note_end(Attempt(run, 0), 75, 12)
     with pytest.raises(RunStoppedError, match="pekoe resume"):
-        RunJob.of(run).result(timeout=20)
+        RunJob.of(run).result(timeout=60)
     assert "ended with code 75" in jobs_text(run)
     write_record(run, ErrorRecord(0, 1, "n1", "rollout", "waiting", 0.0, "killed by signal 9 (SIGKILL)"))
     with pytest.raises(RunFailedError, match=r"rank 1 .* killed by signal 9"):
-        RunJob.of(run).result(timeout=20)
+        RunJob.of(run).result(timeout=60)
     assert "ended with code 1" in jobs_text(run), "the record weighs more than the note"
 
 
@@ -138,7 +138,7 @@ def test_an_allocation_that_goes_on_does_not_hold_a_run_that_has_left_it(run: Ru
     note_end(Attempt(run, 0), 0, None)
     job = RunJob.of(run)
     assert (job.state, job.has_ended) == ("COMPLETED", True)
-    assert job.result(timeout=20).outcome == "done"
+    assert job.result(timeout=60).outcome == "done"
     check_is_free(run)
 
 

@@ -101,7 +101,7 @@ def test_updates_from_many_threads_stay_whole_lines() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=90)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 400
     assert all(line.startswith("step 3/40 |") and line.endswith("waiting for groups") for line in lines)

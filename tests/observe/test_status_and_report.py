@@ -162,7 +162,7 @@ def test_a_stopped_or_killed_rank_still_has_its_last_heartbeat(run: RunDirectory
             assert "trainer" in status(run.path)
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def test_any_thread_and_loop_may_ask(start: Start) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     assert [[s.value for s in scores] for scores in results] == [[1.0, 1.0, 0.0]] * 4
 
 
@@ -267,7 +267,7 @@ def test_nothing_outlives_a_killed_owner() -> None:
         everyone = below(owner.pid)
     finally:
         owner.kill()
-        owner.wait(10)
+        owner.wait(60)
     assert eventually(lambda: not alive(everyone))
 
 

@@ -67,7 +67,7 @@ class Events:
         self.on_group = self.on_rejected = self.on_evaluated = self.queue.put
 
     def take(self) -> Any:
-        return self.queue.get(timeout=20)
+        return self.queue.get(timeout=60)
 
     def is_empty(self) -> bool:
         return self.queue.empty()
@@ -121,7 +121,7 @@ def rig(episode: Episode = sample_once, **settings: Any) -> Iterator[Rig]:
     one.thread.start()
     yield one
     one.executor.stop()
-    one.thread.join(20)
+    one.thread.join(60)
     assert not one.thread.is_alive()
 
 
@@ -398,7 +398,7 @@ def test_a_fatal_error_ends_the_run_at_once() -> None:
 
     with rig(fatal, fatal=(BrokenRunError,), episode_retries=5) as one:
         one.executor.submit(Assign(1, 0, 0, 3, 0))
-        one.thread.join(10)
+        one.thread.join(60)
         assert isinstance(one.error, BrokenRunError)
         one.executor.submit(Assign(2, 0, 0, 3, 0))
     assert one.events.is_empty()
@@ -412,7 +412,7 @@ def test_a_failing_outlet_ends_the_run() -> None:
 
         one.events.on_group = full
         one.executor.submit(Assign(1, 0, 0, 1, 0))
-        one.thread.join(10)
+        one.thread.join(60)
     assert isinstance(one.error, OSError)
 
 
@@ -425,7 +425,7 @@ def test_stop_cancels_what_runs_and_what_waits() -> None:
             one.executor.submit(Assign(number, 0, 0, 2, 0))
         assert eventually(lambda: one.engine.num_running == 2)
         one.executor.stop()
-        one.thread.join(30)
+        one.thread.join(90)
         assert not one.thread.is_alive()
     assert one.error is None
     assert one.engine.num_running == 0
@@ -438,7 +438,7 @@ def test_work_given_before_the_start_is_done() -> None:
     one.thread.start()
     assert one.events.take().number == 1
     one.executor.stop()
-    one.thread.join(10)
+    one.thread.join(60)
     assert not one.thread.is_alive()
 
 

@@ -137,7 +137,7 @@ def test_the_executor_asks_for_groups_that_go_out_and_for_no_others(tiny_model: 
     rejected = one.events.take()
     assert (rejected.reason, "the teacher takes 3" in rejected.detail) == ("too_long", True)
     one.executor.stop()
-    one.thread.join(20)
+    one.thread.join(60)
     teacher.close()
 
 
@@ -147,6 +147,6 @@ def test_a_teacher_that_cannot_go_on_ends_the_executor(tiny_model: Path) -> None
     one.executor._complete = teacher.add_logprobs
     one.thread.start()
     one.executor.submit(Assign(1, 0, 9, 4, 1))
-    one.thread.join(20)
+    one.thread.join(60)
     assert isinstance(one.error, EngineFailedError)
     teacher.close()

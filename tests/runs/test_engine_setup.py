@@ -108,7 +108,7 @@ def test_an_engine_can_be_built_again_after_its_death(tiny_model: Path) -> None:
         engine = build_engine(made, Instance(), lambda _, died=died: died.set())
         assert isinstance(engine, ChildEngine)
         made.nursery.kill(engine._process)
-        assert died.wait(10)
+        assert died.wait(60)
         engine.close()
     with pytest.raises(ValueError, match="EchoEngine engine over 2 ranks"):
         build_engine(made, Instance(size=2), lambda _: None)

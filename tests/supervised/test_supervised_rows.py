@@ -24,7 +24,7 @@ class ThreadRanks:
     def __init__(self, size):
         self.size = size
         self.parts = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=60)
 
     def of(self, rank):
         outer = self
@@ -56,7 +56,7 @@ def planned(source_of, size, sides, examples, tokens=40, sequences=None):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     if failures:
         raise failures[0]
     return found

@@ -166,7 +166,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     process = start(tmp_path, keys)
     wait_for_step(path, 9, process)
     os.kill(int(heartbeats(path)[1]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=120) == 1
     outcome = run(tmp_path, keys, resume=True)
     assert outcome.code == 0, outcome.text
     assert_goes_on_alike(outcome, undisturbed, 48)
@@ -193,8 +193,8 @@ def test_a_stopped_run_saves_and_goes_on_to_the_same_weights(
     wait_for_step(path, 5, process)
     os.kill(int(heartbeats(path)[0]["pid"]), signal.SIGTERM)
     began = time.monotonic()
-    assert process.wait(timeout=60) == 75, (tmp_path / "output.txt").read_text()[-3000:]
-    assert time.monotonic() - began < 20
+    assert process.wait(timeout=120) == 75, (tmp_path / "output.txt").read_text()[-3000:]
+    assert time.monotonic() - began < 50
     (checkpoint,) = (path / "checkpoints").glob("step-*")
     version = int(checkpoint.name.partition("-")[2])
     assert 5 <= version < 64

@@ -351,7 +351,7 @@ def test_kill_at_any_instant_leaves_a_complete_loadable_newest_one(run):
         time.sleep(chance.uniform(0, 0.4))
         child.kill()
         steps = [int(line) for line in [first, *child.stdout.read().split("\n")[:-1]]]
-        child.wait(10)
+        child.wait(60)
         found = Checkpoints(run, keep=2, attempt=attempt + 1).latest(deep=True)
         assert found is not None
         committed = found[0]

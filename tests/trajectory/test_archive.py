@@ -277,7 +277,7 @@ def archiving(run: RunDirectory) -> Iterator[Callable[[int], subprocess.Popen[st
     yield start
     for process in started:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def test_killed_at_random_instants_it_loses_and_doubles_nothing(
@@ -291,7 +291,7 @@ def test_killed_at_random_instants_it_loses_and_doubles_nothing(
         process = archiving(target)
         time.sleep(float(rng.uniform(0.0, 0.06)))
         os.kill(process.pid, signal.SIGKILL)
-        if process.wait(timeout=10) == 0:
+        if process.wait(timeout=60) == 0:
             break
         kills += 1
         assert_each_once(run, names, samples=2)

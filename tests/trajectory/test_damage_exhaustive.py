@@ -370,7 +370,7 @@ def test_no_kind_of_flock_matters_to_writers_and_readers(run: RunDirectory, make
         )  # fmt: skip
     finally:
         holder.kill()
-        holder.wait(timeout=10)
+        holder.wait(timeout=60)
     assert done.stdout.split() == ["1", "1", "1", "1", "2", "True"], done.stderr
 
 

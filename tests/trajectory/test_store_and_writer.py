@@ -342,7 +342,7 @@ def test_a_handle_that_crossed_a_fork_reads_the_truth(run: RunDirectory, make_gr
     for _ in children:
         assert answers.get(timeout=60) == truth
     for child in children:
-        child.join(timeout=30)
+        child.join(timeout=90)
     assert [(group, trajectory.tokens.tobytes()) for group, trajectory in store.read(keys)] == truth
 
 
@@ -386,7 +386,7 @@ def writing_process(run: RunDirectory) -> Iterator[Callable[[str], subprocess.Po
     yield start
     for process in started:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def test_a_writer_killed_at_any_instant_leaves_only_whole_shards(
@@ -399,7 +399,7 @@ def test_a_writer_killed_at_any_instant_leaves_only_whole_shards(
         process = writing_process(f"rank-{kills}")
         time.sleep(float(rng.uniform(0.005, 0.08)))
         os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(timeout=10) == -signal.SIGKILL
+        assert process.wait(timeout=60) == -signal.SIGKILL
         assert process.stdout is not None
         announced = process.stdout.read().split()
         kills += 1
