@@ -66,17 +66,24 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     "packing.equal_count": (_native("packing.native:equal_count"), _reference("packing.reference:equal_count")),
     "packing.joint_plan": (_native("packing.native:joint_plan"), _reference("packing.reference:joint_plan")),
-    "packing.pack": (_native("packing.native_ragged:pack"), _reference("packing.reference_ragged:pack", ANYWHERE)),
+    "packing.pack": (
+        _native("packing.native_ragged:pack"),
+        _triton("packing.triton_ragged:pack"),
+        _reference("packing.reference_ragged:pack", ANYWHERE),
+    ),
     "packing.unpack": (
         _native("packing.native_ragged:unpack"),
+        _triton("packing.triton_ragged:unpack"),
         _reference("packing.reference_ragged:unpack", ANYWHERE),
     ),
     "packing.position_ids": (
         _native("packing.native_ragged:position_ids"),
+        _triton("packing.triton_ragged:position_ids"),
         _reference("packing.reference_ragged:position_ids", ANYWHERE),
     ),
     "packing.sequence_index": (
         _native("packing.native_ragged:sequence_index"),
+        _triton("packing.triton_ragged:sequence_index"),
         _reference("packing.reference_ragged:sequence_index", ANYWHERE),
     ),
     "packing.zigzag_split": (
@@ -88,36 +95,47 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
         _reference("packing.reference_trie:prefix_trie"),
     ),
     "packing.block_map": (_native("packing.native_trie:block_map"), _reference("packing.reference_trie:block_map")),
-    "sequence.gae": (_native("sequence.native:gae"), _reference("sequence.reference:gae", ANYWHERE)),
+    "sequence.gae": (
+        _native("sequence.native:gae"),
+        _triton("sequence.triton_sequence:gae"),
+        _reference("sequence.reference:gae", ANYWHERE),
+    ),
     "sequence.discounted_sums": (
         _native("sequence.native:discounted_sums"),
+        _triton("sequence.triton_sequence:discounted_sums"),
         _reference("sequence.reference:discounted_sums", ANYWHERE),
     ),
     "sequence.segment_sum": (
         _native("sequence.native:segment_sum"),
+        _triton("sequence.triton_sequence:segment_sum"),
         _reference("sequence.reference:segment_sum", ANYWHERE),
     ),
     "sequence.segment_mean": (
         _native("sequence.native:segment_mean"),
+        _triton("sequence.triton_sequence:segment_mean"),
         _reference("sequence.reference:segment_mean", ANYWHERE),
     ),
     "logprob.hidden_statistics": (
         _native("logprob.native:hidden_statistics"),
+        _triton("logprob.triton_logprob:hidden_statistics"),
         _torch("logprob.torch_tiles:hidden_statistics"),
         _reference("logprob.reference:hidden_statistics", ANYWHERE),
     ),
     "logprob.hidden_gradients": (
         _native("logprob.native:hidden_gradients"),
+        _triton("logprob.triton_logprob:hidden_gradients"),
         _torch("logprob.torch_tiles:hidden_gradients"),
         _reference("logprob.reference:hidden_gradients", ANYWHERE),
     ),
     "logprob.logits_statistics": (
         _native("logprob.native:logits_statistics"),
+        _triton("logprob.triton_logprob:logits_statistics"),
         _torch("logprob.torch_tiles:logits_statistics"),
         _reference("logprob.reference:logits_statistics", ANYWHERE),
     ),
     "logprob.logits_gradient": (
         _native("logprob.native:logits_gradient"),
+        _triton("logprob.triton_logprob:logits_gradient"),
         _torch("logprob.torch_tiles:logits_gradient"),
         _reference("logprob.reference:logits_gradient", ANYWHERE),
     ),
