@@ -42,10 +42,9 @@ def hidden_logprobs(
     Memory beside arguments and results: forward at most 32 MiB on a CPU, backward at most 64 MiB beside the gradient of
     the hidden states in float32. Raises ValueError naming a target that is outside of the vocabulary.
     """
-    _check_temperature(temperature)
     num_valid = len(weight) if num_valid is None else num_valid
-    _check_shapes(hidden, weight, bias, num_valid)
-    checked = _checked_targets(targets, len(hidden), num_valid)
+    check_arguments(hidden, weight, bias, targets, num_valid, temperature)
+    checked = torch.ops.pekoe.logprob_targets(targets, num_valid)
     logprobs, entropy = HiddenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, checked, num_valid, float(temperature), with_entropy
     )
@@ -65,7 +64,8 @@ def logits_logprobs(
     _check_temperature(temperature)
     if logits.dim() != 2:
         raise ValueError(f"logits: a shape of {tuple(logits.shape)} is not allowed; [K, V]")
-    checked = _checked_targets(targets, len(logits), logits.shape[1])
+    _check_targets(targets, len(logits))
+    checked = torch.ops.pekoe.logprob_targets(targets, logits.shape[1])
     elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS_ELSEWHERE
     rows = chunk_rows or max(1, elements // max(1, logits.shape[1]))
     logprobs, entropy = LogitsLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -74,12 +74,11 @@ def logits_logprobs(
     return logprobs, entropy
 
 
-def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature: {temperature} is not allowed; must be > 0")
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_valid: int) -> None:
+def check_arguments(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_valid: int, temperature: float
+) -> None:
+    """ValueError naming what does not fit; the values of targets are not looked at."""
+    _check_temperature(temperature)
     if hidden.dim() != 2:
         raise ValueError(f"hidden: a shape of {tuple(hidden.shape)} is not allowed; [K, H]")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
@@ -88,11 +87,15 @@ def _check_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_valid
         raise ValueError(f"bias: a shape of {tuple(bias.shape)} is not allowed; [{len(weight)}]")
     if not 0 <= num_valid <= len(weight):
         raise ValueError(f"num_valid: {num_valid} is not allowed; 0 up to {len(weight)}, the rows of the weight")
+    _check_targets(targets, len(hidden))
 
 
-def _checked_targets(targets: Tensor, num_rows: int, num_valid: int) -> Tensor:
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature: {temperature} is not allowed; must be > 0")
+
+
+def _check_targets(targets: Tensor, num_rows: int) -> None:
     if targets.shape != (num_rows,) or targets.is_floating_point():
         kind = f"{targets.dtype} of shape {tuple(targets.shape)}"
         raise ValueError(f"targets: {kind} is not allowed; whole numbers [{num_rows}]")
-    checked: Tensor = torch.ops.pekoe.logprob_targets(targets, num_valid)
-    return checked

@@ -16,14 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ROWS = 512
+ROWS = 1024
 """Rows of a tile, at most."""
 ELEMENTS = 1 << 20
 """Logits of a tile: enough for products at full speed, few enough for a cache (4 MiB in float32) …"""
 ELEMENTS_ELSEWHERE = 1 << 24
 """… and what fills an accelerator."""
 WIDENED_ELEMENTS = 1 << 21
-"""Of a tile of a bfloat16 weight, which is copied to float32 (8 MiB)."""
+"""Of the part of bfloat16 hidden states, or of such a weight, that is there in float32 (8 MiB)."""
 
 WEIGHTLESS = -1e4
 """q whose exp is 0 in every precision: what -inf is taken for where it is a factor beside a weight of 0."""
@@ -204,12 +204,12 @@ class _Tiles:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
         self.wide = wide_dtype(hidden.dtype)
-        self.height = max(1, min(ROWS, len(hidden)))
+        size = max(1, hidden.shape[1])
+        self.height = max(1, min(ROWS, len(hidden), WIDENED_ELEMENTS // size if hidden.dtype != self.wide else ROWS))
         elements = ELEMENTS if hidden.device.type == "cpu" else ELEMENTS_ELSEWHERE
         self.width = max(1, elements // self.height)
-        size = hidden.shape[1]
         if weight.dtype != self.wide:
-            self.width = max(1, min(self.width, WIDENED_ELEMENTS // max(1, size)))
+            self.width = max(1, min(self.width, WIDENED_ELEMENTS // size))
         self.width = min(self.width, max(1, len(weight)))
         self._logits = _buffer(self.height * self.width, hidden, self.wide)
         self._wide_hidden = _buffer(self.height * size, hidden, self.wide) if hidden.dtype != self.wide else None

@@ -130,11 +130,12 @@ class HiddenLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         four = torch.ops.pekoe.hidden_statistics(hidden, weight, bias, targets, num_valid, temperature, with_entropy)
-        logprobs, entropy, mean = results(*four, temperature)
+        maximum, total, moment, picked = four
+        logprobs, entropy, mean = results(maximum, total, moment, picked, temperature)
         if not with_entropy:
             entropy = torch.zeros_like(logprobs)
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, weight, bias, targets, four[0], four[1], mean)
+        ctx.save_for_backward(hidden, weight, bias, targets, maximum, total, mean)
         ctx.num_valid, ctx.temperature = num_valid, temperature
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -164,11 +165,12 @@ class LogitsLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, chunk_rows: int
     ) -> tuple[Tensor, Tensor]:
         four = torch.ops.pekoe.logits_statistics(logits, targets, temperature, with_entropy, chunk_rows)
-        logprobs, entropy, mean = results(*four, temperature)
+        maximum, total, moment, picked = four
+        logprobs, entropy, mean = results(maximum, total, moment, picked, temperature)
         if not with_entropy:
             entropy = torch.zeros_like(logprobs)
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(logits, targets, four[0], four[1], mean)
+        ctx.save_for_backward(logits, targets, maximum, total, mean)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
