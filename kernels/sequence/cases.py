@@ -33,8 +33,8 @@ def gae(seed: int) -> list[Case]:
     for dtype, tolerance in TOLERANCE.items():
         for bounds in make.boundaries():
             size, count = int(bounds[-1]), len(bounds) - 1
-            for by_turn in (False, True):
-                turns = make.whole(0, 2, size).cumsum(0) if by_turn else None
+            for whole in (None, torch.int32, torch.int64):
+                turns = None if whole is None else make.whole(0, 2, size).cumsum(0).to(whole)
                 without = make.whole(0, 4, 1).item() == 0
                 arguments = {
                     "rewards": make.normal(size, dtype),
