@@ -15,18 +15,18 @@ from pekoe.kernels.boundaries import checked_boundaries
 from pekoe.kernels.native.native_library import native_library, pointer
 
 P, SIZE, REAL, FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int32
-SUFFIX = {torch.float32: "f32", torch.float64: "f64", torch.int32: "i32", torch.int64: "i64"}
+SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
 
 
 @cache
-def _function(name: str, *dtypes: torch.dtype) -> ctypes._NamedFuncPointer:
+def _function(name: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
     arguments = {
         "gae_token": (P, P, P, P, SIZE, REAL, P, P, P, P),
-        "gae_turn": (P, P, P, P, P, SIZE, REAL, P, P, P, P),
+        "gae_turn": (P, P, P, P, FLAG, P, SIZE, REAL, P, P, P, P),
         "discounted_sums": (P, P, P, SIZE, FLAG, P),
         "segments": (P, P, P, SIZE, FLAG, P),
     }
-    function = getattr(native_library(), "_".join(["pekoe", name, *(SUFFIX[dtype] for dtype in dtypes)]))
+    function = getattr(native_library(), f"pekoe_{name}_{SUFFIX[dtype]}")
     function.argtypes, function.restype = arguments[name], None
     return function  # type: ignore[no-any-return]
 
@@ -55,8 +55,8 @@ def gae(
     if turns is None:
         _function("gae_token", rewards.dtype)(pointer(rewards), _maybe(values), pointer(mask), *rest)
     else:
-        run = _function("gae_turn", rewards.dtype, turns.dtype)
-        run(pointer(rewards), _maybe(values), pointer(mask), pointer(turns), *rest)
+        run = _function("gae_turn", rewards.dtype)
+        run(pointer(rewards), _maybe(values), pointer(mask), pointer(turns), turns.element_size(), *rest)
     return advantages, returns
 
 
