@@ -146,12 +146,13 @@ def _leaves(result: Any) -> Iterator[Any]:
 def _as_array(leaf: Any) -> np.ndarray[Any, Any]:
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu()
-        leaf = (leaf.double() if leaf.is_floating_point() else leaf).numpy()
+        # numpy has no bfloat16
+        leaf = (leaf.float() if leaf.is_floating_point() and leaf.itemsize == 2 else leaf).numpy()
     return np.asarray(leaf)
 
 
 def largest_error(expected: Sequence[np.ndarray[Any, Any]], found: Sequence[np.ndarray[Any, Any]]) -> float:
-    """Relative to max(1, the largest expected); infinite where kinds, shapes, whole numbers, or the places of NaN and
+    """Relative to max(1, the largest expected); infinite where types, shapes, whole numbers, or the places of NaN and
     infinity differ."""
     if len(expected) != len(found):
         return float("inf")
@@ -159,7 +160,7 @@ def largest_error(expected: Sequence[np.ndarray[Any, Any]], found: Sequence[np.n
 
 
 def _error(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> float:
-    if expected.shape != found.shape or (expected.dtype.kind == "f") != (found.dtype.kind == "f"):
+    if expected.shape != found.shape or expected.dtype != found.dtype:
         return float("inf")
     if expected.dtype.kind != "f":
         return 0.0 if np.array_equal(expected, found) else float("inf")

@@ -100,6 +100,33 @@ def test_pipeline_does_not_import_launch() -> None:
     assert offences == []
 
 
+def test_kernels_import_neither_the_pipeline_nor_launch() -> None:
+    offences = [
+        f"{file.relative_to(ROOT)}: {module}"
+        for file in sorted((ROOT / "kernels").rglob("*.py"))
+        for module in sorted(imports_of(file))
+        if module.startswith(("pekoe.pipeline", "pekoe.launch"))
+    ]
+    assert offences == []
+
+
+def importers(library: str) -> set[str]:
+    """Files of `kernels/` that import a library."""
+    return {
+        str(file.relative_to(ROOT))
+        for file in sorted((ROOT / "kernels").rglob("*.py"))
+        if any(module == library or module.startswith(f"{library}.") for module in imports_of(file))
+    }
+
+
+def test_triton_and_ctypes_are_known_to_the_files_that_are_named_so() -> None:
+    triton, native = importers("triton"), importers("ctypes")
+    assert [file for file in triton if not Path(file).name.startswith("triton_")] == []
+    assert [file for file in native if not Path(file).name.startswith("native")] == []
+    assert "kernels/native/native_library.py" in native
+    assert [str(f) for f in source_files() if f.name.startswith("triton_") and "kernels" not in f.parts] == []
+
+
 @pytest.mark.parametrize("library", sorted(OWNERS))
 def test_library_is_imported_by_its_owner_only(library: str) -> None:
     offences = [
@@ -149,6 +176,14 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_loading_a_config_loads_nothing_heavy() -> None:
     code = "from pekoe.pipeline.config.load import load; load('configs/quickstart.yaml', ['seed=2'])"
+    assert loaded_heavy_modules(code) == []
+
+
+def test_planning_by_kernels_loads_nothing_heavy() -> None:
+    code = (
+        "from pekoe.kernels.packing import packing\n"
+        "packing.best_fit([3, 4, 5], 8); packing.karmarkar_karp([1.0, 2.0], 2); packing.joint_plan([3, 4, 5], 2, 8)\n"
+    )
     assert loaded_heavy_modules(code) == []
 
 
