@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pekoe.kernels.packing import ragged
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
@@ -206,13 +208,12 @@ class PackedBatch:
     @property
     def position_ids(self) -> Int32:
         """[M] positions that restart at 0 in each sequence."""
-        starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
-        return (np.arange(self.num_tokens, dtype=np.int32) - starts).astype(np.int32)
+        return ragged.position_ids(self.cu_seqlens)
 
     @property
     def sequence_index(self) -> Int32:
         """[M] which sequence a token belongs to."""
-        return np.repeat(np.arange(self.num_sequences, dtype=np.int32), self.lengths)
+        return ragged.sequence_index(self.cu_seqlens)
 
 
 def pack(rows: Sequence[tuple[int, Trajectory]]) -> PackedBatch:

@@ -7,7 +7,7 @@ reward is the sum of its tokens' rewards, its value the one at its first active 
 advantage. Without a critic values are 0: discounted sums of rewards. Sources: Schulman et al. 2016 (GAE); Yue et al.
 2025 (VAPO: lambda by length).
 
-Legend: M tokens laid end to end, S sequences, N timesteps.
+Legend: M tokens laid end to end, S sequences.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pekoe.kernels.sequence import sequence
 from pekoe.pipeline.algorithm.estimator_terms import EstimatorTerms
-from pekoe.pipeline.algorithm.timesteps import timesteps
+from pekoe.pipeline.algorithm.timesteps import UNITS, timesteps
 from pekoe.pipeline.config.actor import ActorConfig
 
 
@@ -24,20 +25,16 @@ def gae(terms: EstimatorTerms) -> tuple[Tensor, Tensor]:
     """Advantages [M] (0 on masked tokens) and returns [M] = advantage + value (a masked token's own value there), both
     float64."""
     config = terms.config
-    steps = timesteps(terms.mask, terms.turns, terms.cu_seqlens, config.gae_unit)
-    rewards = steps.sum(terms.rewards.to(torch.float64))
-    own = torch.zeros_like(terms.rewards, dtype=torch.float64) if terms.values is None else terms.values.double()
-    values = own[steps.first]
-    is_end = torch.ones(len(values), dtype=torch.bool, device=values.device)
-    is_end[:-1] = steps.sequence[1:] != steps.sequence[:-1]
-    after = torch.zeros(len(steps.counts), dtype=torch.float64, device=values.device)
-    if terms.bootstrap is not None:
-        after = terms.bootstrap.double()
-    following = torch.where(is_end, after[steps.sequence], torch.roll(values, -1))
-    delta = rewards + config.discount * following - values
-    decay = config.discount * lambdas(steps.counts, config)
-    advantages = discounted_sums(delta, decay[steps.sequence], steps.sequence)
-    return steps.spread(advantages, torch.zeros_like(own)), steps.spread(advantages + values, own)
+    if config.gae_unit not in UNITS:
+        raise ValueError(f"actor.gae_unit: {config.gae_unit!r} is not allowed; token or turn")
+    lam: float | Tensor = config.gae_lambda
+    if config.gae_lambda_by_length is not None:
+        lam = lambdas(timesteps(terms.mask, terms.turns, terms.cu_seqlens, config.gae_unit).counts, config)
+    return sequence.gae(
+        terms.rewards.double(), None if terms.values is None else terms.values.double(), terms.mask, terms.cu_seqlens,
+        discount=config.discount, lam=lam, turns=terms.turns if config.gae_unit == "turn" else None,
+        bootstrap=terms.bootstrap,
+    )  # fmt: skip
 
 
 def lambdas(counts: Tensor, config: ActorConfig) -> Tensor:
@@ -53,20 +50,3 @@ def lambdas(counts: Tensor, config: ActorConfig) -> Tensor:
         power = torch.pow(torch.full_like(length, config.gae_lambda_q), 1 / (length - 1).clamp(min=1))
         return torch.where(length > 1, power, length.clamp(max=1))
     raise ValueError(f"actor.gae_lambda_by_length: {how!r} is not allowed; vapo, relative or null")
-
-
-def discounted_sums(values: Tensor, decay: Tensor, sequence: Tensor) -> Tensor:
-    """[N] `x_i = values_i + decay x_{i+1}` inside each sequence (`sequence` [N] ascending, `decay` [N] constant in it).
-
-    By doubling: after round k each x holds the first 2^k terms of its sum, so there are log2 of the longest sequence
-    rounds and no padding; the rounding does not depend on what else is in the buffer.
-    """
-    total, weight, distance = values.clone(), decay.clone(), 1
-    while distance < len(values):
-        inside = sequence[distance:] == sequence[:-distance]
-        if not inside.any():
-            break
-        further = torch.where(inside, weight[:-distance] * total[distance:], torch.zeros_like(total[distance:]))
-        total[:-distance] += further
-        weight, distance = weight.square(), 2 * distance
-    return total

@@ -8,23 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pekoe.kernels.packing import ragged
+from pekoe.kernels.sequence import sequence
+
 
 def sequence_index(cu_seqlens: Tensor) -> Tensor:
     """[M] int64: the sequence that each token belongs to, from `cu_seqlens` [S+1]."""
-    lengths = torch.diff(cu_seqlens.to(torch.int64))
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return ragged.sequence_index(cu_seqlens).to(torch.int64)
 
 
 def segment_sum(values: Tensor, index: Tensor, num_sequences: int) -> Tensor:
-    """[S] sums of `values` [M] per sequence."""
+    """[S] sums of `values` [M] per sequence, or per group: `index` may be in any order."""
     return torch.zeros(num_sequences, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
 def segment_mean(values: Tensor, mask: Tensor, index: Tensor, num_sequences: int) -> Tensor:
-    """[S] means over the tokens where `mask` [M] is true; 0 for a sequence without such tokens."""
-    total = segment_sum(torch.where(mask, values, torch.zeros_like(values)), index, num_sequences)
-    count = segment_sum(mask.to(values.dtype), index, num_sequences)
-    return total / count.clamp(min=1)
+    """[S] means over the tokens where `mask` [M] is true, in a fixed order of addition; 0 for a sequence without such
+    tokens. `index` does not fall."""
+    bounds = torch.searchsorted(index, torch.arange(num_sequences + 1, device=index.device))
+    result: Tensor = sequence.segment_mean(values, bounds, mask)
+    return result
 
 
 def segment_max(values: Tensor, mask: Tensor, index: Tensor, num_sequences: int) -> Tensor:

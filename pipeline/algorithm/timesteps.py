@@ -12,6 +12,9 @@ from torch import Tensor
 
 from pekoe.pipeline.algorithm.segments import segment_sum, sequence_index
 
+UNITS = ("token", "turn")
+"""Of `gae_unit`."""
+
 
 @dataclass(frozen=True)
 class Timesteps:
@@ -42,7 +45,7 @@ class Timesteps:
 def timesteps(mask: Tensor, turns: Tensor, cu_seqlens: Tensor, unit: str) -> Timesteps:
     """Timesteps of the active tokens (`mask` [M]) in `unit` token or turn; a turn is a run of active tokens with one
     number in `turns` [M], whatever lies between them."""
-    if unit not in ("token", "turn"):
+    if unit not in UNITS:
         raise ValueError(f"gae_unit: {unit!r} is not allowed; token or turn")
     active = torch.nonzero(mask).flatten()
     sequence = sequence_index(cu_seqlens)[active]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pekoe.pipeline.algorithm.estimator_terms import EstimatorTerms
-from pekoe.pipeline.algorithm.gae import discounted_sums, gae, lambdas
+from pekoe.pipeline.algorithm.gae import gae, lambdas
 from pekoe.pipeline.algorithm.reduction import OneRank
 from pekoe.pipeline.algorithm.timesteps import timesteps
 from pekoe.pipeline.config.actor import ActorConfig
@@ -72,6 +72,8 @@ def test_lambdas_by_length():
     assert lambdas(torch.tensor([0, 5]), ActorConfig(gae_lambda=0.7)).tolist() == [0.7, 0.7]
     with pytest.raises(ValueError, match="gae_lambda_by_length: 'word'"):
         lambdas(lengths, ActorConfig(gae_lambda_by_length="word"))
+    with pytest.raises(ValueError, match="gae_unit: 'word'"):
+        run([1.0], [1], gae_unit="word")
 
 
 def test_length_is_counted_in_timesteps_of_the_unit():
@@ -168,28 +170,6 @@ def test_packed_equals_one_by_one(rows, seed, unit):
         )
         assert [advantages[i] for i in keep] == pytest.approx(expected, abs=1e-12)
     assert all(advantages[i] == 0 and returns[i] == values[i] for i, active in enumerate(mask) if not active)
-
-
-def test_discounted_sums_do_not_depend_on_what_else_is_packed():
-    torch.manual_seed(0)
-    values, decay = torch.randn(100, dtype=torch.float64), torch.full((100,), 0.97, dtype=torch.float64)
-    sequence = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([30, 1, 69]))
-    together = discounted_sums(values, decay, sequence)
-    alone = discounted_sums(values[31:], decay[31:], sequence[31:])
-    assert torch.equal(together[31:], alone)
-
-
-def test_each_sequence_has_its_own_decay():
-    sequence = torch.tensor([0, 0, 0, 1, 1, 1])
-    got = discounted_sums(f64([0, 0, 1, 0, 0, 1]), f64([0.5, 0.5, 0.5, 0, 0, 0]), sequence)
-    assert got.tolist() == [0.25, 0.5, 1, 0, 0, 1]
-
-
-def test_long_sequences_have_no_loop_over_tokens():
-    n = 1 << 17
-    ones = torch.ones(n, dtype=torch.float64)
-    total = discounted_sums(ones, ones, torch.zeros(n, dtype=torch.int64))
-    assert torch.equal(total, torch.arange(n, 0, -1, dtype=torch.float64))
 
 
 def test_nothing_at_all():

@@ -5,10 +5,9 @@ Legend: M tokens laid end to end, S = 2P sequences, P pairs.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from pekoe.pipeline.algorithm.segments import segment_mean, segment_sum, sequence_index
+from pekoe.kernels.sequence.sequence import segment_mean, segment_sum
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,11 +19,11 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def labelled_sums(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] sums of `values` [M] over the labelled tokens of each sequence."""
-    index = sequence_index(cu_seqlens)
-    kept = torch.where(loss_mask.to(torch.bool), values, torch.zeros_like(values))
-    return segment_sum(kept, index, len(cu_seqlens) - 1)
+    result: Tensor = segment_sum(values, cu_seqlens, loss_mask)
+    return result
 
 
 def labelled_means(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] means of `values` [M] over the labelled tokens of each sequence."""
-    return segment_mean(values, loss_mask.to(torch.bool), sequence_index(cu_seqlens), len(cu_seqlens) - 1)
+    result: Tensor = segment_mean(values, cu_seqlens, loss_mask)
+    return result
