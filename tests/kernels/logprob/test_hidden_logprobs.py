@@ -123,7 +123,8 @@ def test_only_gradients_that_are_asked_for_are_made():
     _, entropy = hidden_logprobs(hidden, weight, targets, bias=bias.detach())
     assert torch.autograd.grad(entropy.sum(), hidden)[0].ne(0).all()
     plain, none = hidden_logprobs(hidden, weight, targets, with_entropy=False)
-    assert not none.requires_grad and not none.any()
+    assert not none.requires_grad
+    assert not none.any()
     torch.testing.assert_close(torch.autograd.grad(plain.sum(), hidden)[0], expected)
 
 
