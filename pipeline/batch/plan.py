@@ -46,6 +46,7 @@ def plan_batch(
     granularity: int = 1,
     keep_together: bool = False,
     shared_tokens: Lengths | None = None,
+    max_together: int | None = None,
 ) -> Assignment:
     """Assigns rows with token counts `lengths` and group numbers `groups` to `ranks` trainer ranks.
 
@@ -58,7 +59,7 @@ def plan_batch(
     With `keep_together` a unit is as many rows of one group in a row as fit into a micro-batch: a group whose rows
     follow each other is one unit, or, over the budget, is cut into the fewest. `shared_tokens` says then of each row
     how many of its tokens the unit holds only once (the prompt): a unit counts sum(lengths - shared_tokens) +
-    max(shared_tokens) tokens.
+    max(shared_tokens) tokens. `max_together` is the most rows of such a unit.
     """
     lengths, groups = np.asarray(lengths, dtype=np.int64), np.asarray(groups)
     if shared_tokens is not None and not keep_together:
@@ -68,7 +69,8 @@ def plan_batch(
         raise ValueError(f"max_sequences_per_mb: {max_sequences} is below granularity {granularity}")
     units = _units(lengths, shared, groups, max_tokens, granularity)
     if keep_together:
-        units = _joined(units, lengths - shared, shared, max_tokens, max_sequences)
+        most = min((limit for limit in (max_sequences, max_together) if limit is not None), default=None)
+        units = _joined(units, lengths - shared, shared, max_tokens, most)
     plan: Assignment = [[] for _ in range(ranks)]
     unit_of_row = units.of_row
     for chosen in _cut_minibatches(units, minibatches):

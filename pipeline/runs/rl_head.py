@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from pekoe.pipeline.batch.plan import plan_batch
+from pekoe.pipeline.batch.shared_plan import plan_shared
 from pekoe.pipeline.control.controller import INBOX_KINDS, Controller
 from pekoe.pipeline.control.dispatcher import Dispatcher
 from pekoe.pipeline.control.logprob_gap import GapLimit, GapWatch, gap_limit
@@ -196,17 +197,16 @@ def plan_rows(context: RunContext, lengths: Int64, groups: Int64, shared: Int64)
     """Rows -> trainer ranks, minibatches and micro-batches under the token budget. With prefix sharing rows of a group
     stay together, and what all of them share counts once."""
     actor = context.config.actor
-    return plan_batch(
-        lengths,
-        groups,
+    limits = (
         len(context.ranks.trainer_ranks),
         actor.mb_spec.max_tokens_per_mb,
         actor.mb_spec.max_sequences_per_mb,
         actor.ppo_n_minibatches,
         actor.mb_spec.granularity,
-        keep_together=actor.enable_tree_training,
-        shared_tokens=np.where(shared < SHORTEST, 0, shared) if actor.enable_tree_training else None,
     )
+    if actor.enable_tree_training:
+        return plan_shared(lengths, groups, np.where(shared < SHORTEST, 0, shared), *limits)
+    return plan_batch(lengths, groups, *limits)
 
 
 def _quarantine(store: Store, shard: str, reason: str) -> None:
