@@ -223,6 +223,11 @@ def _wanted(operation: str, device_type: str, name: str) -> Implementation:
     return row
 
 
+def check_overrides() -> None:
+    """Before anything starts: KernelError for a PEKOE_KERNELS that names what does not exist. Imports no kernel."""
+    wanted_names(os.environ.get(VARIABLE, ""))
+
+
 def wanted_names(overrides: str) -> Mapping[str, str]:
     """Operation or room -> implementation, of the text of PEKOE_KERNELS. KernelError naming what is not allowed."""
     names_of: dict[str, set[str]] = {}

@@ -25,12 +25,14 @@ def load_checked(
     source: str | Path | RunConfig, overrides: Sequence[str], quiet: bool = True
 ) -> tuple[RunConfig, Placement]:
     """Paths are absolute in what is returned. ValueError lists what is wrong; warnings go to standard error."""
+    from pekoe.kernels.registry import check_overrides
     from pekoe.launch.allocation import check_engines, check_has_rollout, place
     from pekoe.launch.node_layout import torn_warnings
     from pekoe.pipeline.config.check import check
     from pekoe.pipeline.config.paths import resolve_paths
     from pekoe.pipeline.config.tasks import is_supervised
 
+    check_overrides()
     config = load_unchecked(source, overrides)
     placement = place(config)
     warnings = check(config, placement)

@@ -73,7 +73,7 @@ def diagnose_kernels() -> Kernels:
     """Runs the self-tests of all that can be used here, in seconds. KernelError for a PEKOE_KERNELS that names what
     does not exist."""
     overrides = os.environ.get(VARIABLE, "")
-    registry.wanted_names(overrides)
+    registry.check_overrides()
     devices = tuple(kind for kind in DEVICES if choose(kind).is_available())
     rows: list[Row] = []
     problems: list[str] = []

@@ -13,6 +13,7 @@ import pytest
 from pekoe.kernels import registry
 from pekoe.kernels.native import native_library
 from pekoe.kernels.registry import ANYWHERE, VARIABLE, Implementation, KernelError, kernel
+from pekoe.launch.checked_config import load_checked
 
 MODULES = {
     "sound_kernels": "\n".join(f"def {name}(): return {name!r}" for name in ("native", "triton", "reference")),
@@ -203,3 +204,11 @@ def test_a_mistake_in_the_table_is_no_unavailability(table: dict[str, tuple[Impl
     table["scan.sum"] = (Implementation("native", "sound_kernels:missing", ("cpu",)), *rows("reference"))
     with pytest.raises(AttributeError, match="missing"):
         kernel("scan.sum")
+
+
+def test_a_wrong_override_stops_a_configuration_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "scan=cuda")
+    with pytest.raises(KernelError, match=r"scan=cuda is not allowed"):
+        load_checked(Path(native_library.__file__).parents[2] / "configs" / "quickstart.yaml", [])
+    monkeypatch.setenv(VARIABLE, "scan=native")
+    load_checked(Path(native_library.__file__).parents[2] / "configs" / "quickstart.yaml", [])
