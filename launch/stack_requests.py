@@ -20,6 +20,8 @@ from pekoe.pipeline.observe import stacks as stacks_of_threads
 if TYPE_CHECKING:
     from pekoe.launch.world import World
 
+NEIGHBOUR_SECONDS = stacks_of_threads.DUMP_SECONDS + 3.0
+"""For a neighbour to hear of it, which may be busy, to signal the rank and to read what it wrote."""
 MAX_RANKS = 64
 """Asked at once; the rest is left out, with a word."""
 
@@ -40,7 +42,8 @@ class StackRequests:
         return self._describe(stacks_of_threads.capture(self._doing()))
 
     def ask(self, ranks: Sequence[int], seconds: float) -> dict[int, str]:
-        """The stacks of these ranks, or why they are not known. Takes at most about `seconds`."""
+        """The stacks of these ranks, or why they are not known. Takes at most about `seconds`; where a neighbour has to
+        help, what that needs."""
         world = self._world
         wanted = list(dict.fromkeys(ranks))
         answers = dict.fromkeys(wanted[MAX_RANKS:], f"not asked: more than {MAX_RANKS} ranks")
@@ -57,7 +60,7 @@ class StackRequests:
         self._wait(heard, others, began + seconds / 2)
         silent = [rank for rank in others if rank not in heard]
         reachable = [rank for rank in silent if self._ask_neighbour(number, rank)]
-        self._wait(heard, reachable, began + seconds)
+        self._wait(heard, reachable, max(began + seconds, time.monotonic() + NEIGHBOUR_SECONDS))
         with self._changed:
             del self._open[number]
             answers.update(heard)

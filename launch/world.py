@@ -200,7 +200,7 @@ class World:
 
     def stacks_of(self, ranks: Sequence[int], seconds: float = 2.0) -> dict[int, str]:
         """What the threads of these ranks are doing: Python stacks, or why they are not known. Any thread; takes at
-        most about so many seconds."""
+        most about so many seconds, and some more where a rank does not answer."""
         return self._stacks.ask(ranks, seconds)
 
     def last_words(self, rank: int) -> str:

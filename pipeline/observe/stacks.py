@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import linecache
+import math
 import os
 import signal
 import sys
@@ -26,8 +27,9 @@ DUMP_SECONDS = 0.8
 """For a signalled process to write its stacks."""
 MAX_FRAMES = 60
 """Of one thread; the innermost are kept."""
-QUIET_SECONDS = 0.15
-"""A log that has grown and then not for so long: the dump is over."""
+LOOK_SECONDS = 0.02
+QUIET_LOOKS = 8
+"""A log that has grown and then not for so many looks: the dump is over."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,14 @@ def dump_by_signal(pid: int, log: Path, seconds: float = DUMP_SECONDS) -> str:
 
 
 def _read_growth(log: Path, start: int, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
-    size, grown_at = start, 0.0
-    while (now := time.monotonic()) < deadline:
+    size, num_quiet = start, 0
+    for _ in range(math.ceil(seconds / LOOK_SECONDS)):  # on a machine that stalls, a deadline would be over at once
         newest = _size(log)
-        if newest != size:
-            size, grown_at = newest, now
-        elif size > start and now - grown_at > QUIET_SECONDS:
+        num_quiet = num_quiet + 1 if newest == size else 0
+        size = newest
+        if size > start and num_quiet >= QUIET_LOOKS:
             break
-        time.sleep(0.02)
+        time.sleep(LOOK_SECONDS)
     if size <= start:
         return ""
     with open(log, "rb") as file:

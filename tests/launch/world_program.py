@@ -25,10 +25,10 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 OUT = os.fdopen(os.dup(1), "w")
 RUN, WHAT = Path(sys.argv[1]), sys.argv[2]
-STEADY = WorldSettings(heartbeat_seconds=0.2, silence_seconds=30.0, grace_seconds=3.0, setup_seconds=80.0)
-FAST = replace(STEADY, silence_seconds=2.0)
-SILENT = ("serve", "hold", "hold-not", "nodes", "stall")
-"""Worlds in which somebody falls silent."""
+STEADY = WorldSettings(heartbeat_seconds=0.2, silence_seconds=30.0, grace_seconds=30.0, setup_seconds=80.0)
+FAST = replace(STEADY, silence_seconds=2.0, grace_seconds=3.0)
+SILENT = ("serve", "hold", "hold-not", "nodes", "stall", "stuck-init")
+"""Worlds in which somebody falls silent, or does not heed a stop."""
 LOGGED = ("asked", "stacks", "hold", "hold-not", "stall")
 PATIENT = WorldSettings(heartbeat_seconds=0.2)
 
@@ -78,7 +78,8 @@ def rank_program(reports: Reports) -> int:
     if WHAT == "import-error" and facts.rank == 1:
         import pekoe.pipeline.no_such_module  # noqa: F401
     if WHAT in ("slow-init", "stuck-init"):
-        reports.tell(grace=FAST.grace_seconds + FAST.abort_seconds)
+        settings = FAST if WHAT in SILENT else STEADY
+        reports.tell(grace=settings.grace_seconds + settings.abort_seconds)
         say(rank=facts.rank, pid=os.getpid())
         if facts.rank == 0:
             wait_for(RUN / "go")
