@@ -7,6 +7,7 @@ PEKOE_NATIVE=required in the environment that is an error.
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -25,6 +26,7 @@ FLAGS = [
     "-fopenmp-simd",
     "-fvisibility=hidden",
 ]
+DIGEST = runpy.run_path(str(NATIVE / "native_library.py"))["source_digest"](NATIVE)
 
 
 class BuildLibrary(build_ext):
@@ -48,6 +50,7 @@ setup(
             "pekoe.kernels.native._pekoe_native",
             sources=sorted(str(path.relative_to(ROOT)) for path in NATIVE.glob("*.c")),
             depends=sorted(str(path.relative_to(ROOT)) for path in NATIVE.glob("*.h")),
+            define_macros=[("PEKOE_SOURCES", f'"{DIGEST}"')],
             extra_compile_args=FLAGS,
             libraries=["m"],
             py_limited_api=True,

@@ -1,4 +1,8 @@
 #include "pekoe_native.h"
 
-/* Grows with every change of a signature: a library of another build is refused. */
-PEKOE_EXPORT int32_t pekoe_abi(void) { return 1; }
+/* The digest of the sources that the build gives; a library that lies beside other sources is refused. */
+#ifndef PEKOE_SOURCES
+#define PEKOE_SOURCES ""
+#endif
+
+PEKOE_EXPORT const char *pekoe_sources(void) { return PEKOE_SOURCES; }

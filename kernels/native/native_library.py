@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI = 1
-"""As in library_info.c."""
 FILE = "_pekoe_native.abi3.so"
 VARIABLE = "PEKOE_NATIVE_LIBRARY"
 """Another library in the place of the one that was installed; for tests."""
@@ -20,7 +19,7 @@ REMEDY += "scripts/setup_venv.sh"
 @cache
 def native_library() -> ctypes.CDLL:
     """The library; every source's functions take raw pointers and 64-bit integers. OSError where it was not built (no
-    compiler at installation), cannot be loaded, or was built of other sources."""
+    compiler at installation), cannot be loaded, or was built before the sources beside it changed."""
     path = Path(os.environ.get(VARIABLE) or Path(__file__).with_name(FILE))
     if not path.is_file():
         raise OSError(f"{path} was not built: {REMEDY}")
@@ -28,9 +27,27 @@ def native_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise OSError(f"{error}: the native library cannot be loaded on this machine: {REMEDY}") from error
-    if not hasattr(library, "pekoe_abi") or library.pekoe_abi() != ABI:
-        raise OSError(f"{path} is of another version than the code around it: {REMEDY}")
+    if not _is_built_of(library, source_digest(Path(__file__).parent)):
+        raise OSError(f"{path} was built of other sources than those beside it: {REMEDY}")
     return library
+
+
+def source_digest(folder: Path) -> str:
+    """Of the C sources in a folder, by names and contents; setup.py compiles it into the library. "" where there are
+    none."""
+    sources = sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+    digest = hashlib.sha256()
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16] if sources else ""
+
+
+def _is_built_of(library: ctypes.CDLL, digest: str) -> bool:
+    if not hasattr(library, "pekoe_sources"):
+        return False
+    library.pekoe_sources.restype = ctypes.c_char_p
+    return digest in ("", library.pekoe_sources().decode())
 
 
 def pointer(array: Any) -> ctypes.c_void_p:

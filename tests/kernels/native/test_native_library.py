@@ -117,17 +117,40 @@ def test_what_is_no_library_is_refused_with_a_remedy(installed: Path) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("source", ["int nothing;", "int pekoe_abi(void) { return -1; }"])
-def test_a_library_of_another_version_is_refused(installed: Path, source: str) -> None:
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(installed)],
-        input=source,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    with pytest.raises(OSError, match=r"other.so is of another version than the code around it: install a C compiler"):
+@pytest.mark.parametrize("digest", ["", "0123456789abcdef"])
+def test_a_library_of_other_sources_is_refused(installed: Path, digest: str) -> None:
+    flags = ["-shared", "-fPIC", "-fvisibility=hidden", f'-DPEKOE_SOURCES="{digest}"']
+    subprocess.run(["gcc", *flags, str(NATIVE / "library_info.c"), "-o", str(installed)], check=True, timeout=60)
+    with pytest.raises(
+        OSError, match=r"other.so was built of other sources than those beside it: install a C compiler"
+    ):
         native_library.__wrapped__()
+    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", str(installed)], check=True, timeout=60)
+    with pytest.raises(OSError, match=r"other.so was built of other sources"):
+        native_library.__wrapped__()
+
+
+@pytest.mark.kernels
+def test_an_edited_source_makes_the_library_another_one(tmp_path: Path) -> None:
+    """A copy of the package with one more space in a comment falls back to the reference, with one warning."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "pekoe" / "kernels")
+    code = (
+        f"import logging, sys\nsys.path.insert(0, {str(tmp_path)!r})\nlogging.basicConfig(level='INFO')\n"
+        "from pekoe.kernels.packing import packing\npacking.best_fit([1], 2); packing.equal_count([1.0], 1)\n"
+    )
+    assert "kernel packing.best_fit on cpu: native" in stderr_of(code)
+    with (tmp_path / "pekoe" / "kernels" / "native" / "library_info.c").open("a") as file:
+        file.write("/* */\n")
+    said = stderr_of(code)
+    assert "kernel packing.best_fit on cpu: reference" in said
+    assert said.count("WARNING") == 1
+    assert "was built of other sources than those beside it: install a C compiler" in said
+
+
+def stderr_of(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
 
 
 def test_pointers_are_to_the_first_element_of_contiguous_arrays() -> None:
