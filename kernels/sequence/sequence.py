@@ -23,17 +23,21 @@ from pekoe.kernels.sequence.reference import SINGLE_ONLY
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _arrays_too(function: Function) -> Function:
-    """numpy arrays go in as tensors on the same memory (a read-only one is copied); the results come back as arrays."""
+def _arrays_too(first: str) -> Callable[[Function], Function]:
+    """numpy arrays go in as tensors on the same memory (one that is read-only or runs backwards is copied); where the
+    argument `first` is an array the results come back as arrays."""
 
-    @wraps(function)
-    def call(first: Any, *others: Any, **named: Any) -> Any:
-        if not isinstance(first, np.ndarray):
-            return function(first, *others, **named)
-        result = function(_tensor(first), *map(_tensor, others), **{name: _tensor(x) for name, x in named.items()})
-        return tuple(part.numpy() for part in result) if isinstance(result, tuple) else result.numpy()
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            result = function(*map(_tensor, given), **{name: _tensor(value) for name, value in named.items()})
+            if not isinstance(given[0] if given else named.get(first), np.ndarray):
+                return result
+            return tuple(part.numpy() for part in result) if isinstance(result, tuple) else result.numpy()
 
-    return call  # type: ignore[return-value]
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def _tensor(value: Any) -> Any:
@@ -42,7 +46,7 @@ def _tensor(value: Any) -> Any:
     return torch.from_numpy(value if value.flags.writeable and min(value.strides, default=0) >= 0 else value.copy())
 
 
-@_arrays_too
+@_arrays_too("rewards")
 def gae(
     rewards: Any,
     values: Any,
@@ -60,8 +64,8 @@ def gae(
 
     A timestep is a token where `mask` [M] is not 0; the others are skipped: they neither discount nor decay, what
     `rewards` [M] and `values` [M] hold there is not added to anything, their advantage is 0 and their return their own
-    value. With `turns` [M] a timestep is a turn: a run of active tokens with one number, whatever lies between them; its
-    reward is the sum of its tokens' rewards, its value the one at its first token, and all its tokens get its
+    value. With `turns` [M] a timestep is a turn: a run of active tokens with one number, whatever lies between them;
+    its reward is the sum of its tokens' rewards, its value the one at its first token, and all its tokens get its
     advantage. Without `values` (None) they are 0. `lam` is a number or [S]; `bootstrap` [S] is the value after the last
     token, 0 where it is absent. No gradient flows through.
 
@@ -84,7 +88,7 @@ def gae(
     return result
 
 
-@_arrays_too
+@_arrays_too("values")
 def discounted_sums(values: Any, decay: Any, cu_seqlens: Any) -> Any:
     """[M] `x_i = v_i + decay x_{i+1}` inside each sequence of `values` [M]; `decay` is a number or [S]. Differentiable
     in `values`."""
@@ -94,14 +98,14 @@ def discounted_sums(values: Any, decay: Any, cu_seqlens: Any) -> Any:
     return torch.ops.pekoe.discounted_sums(values, by, _bounds(cu_seqlens, values), False)
 
 
-@_arrays_too
+@_arrays_too("values")
 def segment_sum(values: Any, cu_seqlens: Any, mask: Any = None) -> Any:
     """[S] sums of `values` [M] over each sequence, over its tokens where `mask` [M] is not 0 if that is given.
     Differentiable in `values`."""
     return _reduced(values, cu_seqlens, mask, "sum")
 
 
-@_arrays_too
+@_arrays_too("values")
 def segment_mean(values: Any, cu_seqlens: Any, mask: Any = None) -> Any:
     """[S] means of `values` [M] over each sequence, over its tokens where `mask` [M] is not 0 if that is given; 0 where
     there are none. Differentiable in `values`."""
