@@ -88,6 +88,7 @@ def test_fields_share_their_boundaries():
     assert pack_fields({"x": torch.eye(2)}, [1, 0])["x"].tolist() == [1]
 
 
+@pytest.mark.kernels
 def test_each_is_the_others_gradient():
     lengths, starts = torch.tensor([2, 0, 3]), torch.tensor([1, 3, 0])
     cu = cumulative(lengths)

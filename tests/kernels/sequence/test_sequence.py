@@ -162,6 +162,7 @@ def test_sums_are_carried_in_double_precision():
     assert segment_sum(values, [0, len(values)])[0] == np.float32(len(values) * float(np.float32(0.1)))
 
 
+@pytest.mark.kernels
 def test_gradients():
     cu = boundaries([4, 0, 9, 1])
     values = torch.randn(14, dtype=torch.float64, requires_grad=True)
