@@ -27,6 +27,8 @@ from pekoe.pipeline.run_directory import RunDirectory
 
 MARGIN_SECONDS = 30.0
 """Beyond cluster.grace_seconds: for signals on their way, and the end of all processes."""
+END_SECONDS = 15.0
+"""From the end of a run's driver to that of its job, which writes its result meanwhile; then the job is cancelled."""
 POLL_SECONDS = 0.5
 
 
@@ -67,14 +69,21 @@ def _living_jobs(run: RunDirectory, owner: Owner | None) -> dict[str, str]:
 
 def _stop_jobs(run: RunDirectory, jobs: Sequence[str], deadline: float) -> str:
     """Each driver forwards the signal to its ranks; ranks of an interactive allocation get it themselves."""
+    interactive = {job for job in jobs if _is_interactive(job)}
     for job in jobs:
-        flags = [] if _is_interactive(job) else ["--batch"]
+        flags = [] if job in interactive else ["--batch"]
         slurm_commands.ask(["scancel", "--signal=USR2", *flags, job])
+    left_at: float | None = None
     while time.monotonic() < deadline:
-        states = read_states(jobs)
-        if not any(state.state in LIVING for state in states.values()) or living_owner(run) is None:
+        living = {job for job, state in read_states(jobs).items() if state.state in LIVING}
+        if left_at is None and living_owner(run) is None:
+            left_at = time.monotonic()
+        has_left = left_at is not None and time.monotonic() - left_at > END_SECONDS
+        if not living or (left_at is not None and living <= interactive) or has_left:
             return f"{', '.join(jobs)} stopped"
         time.sleep(POLL_SECONDS)
+    if left_at is not None:
+        return f"{', '.join(jobs)} stopped"
     return f"{', '.join(jobs)} did not stop in time"
 
 
