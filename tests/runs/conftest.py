@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,10 @@ class KilledRun:
     """Its rollout rank was killed after step 5."""
     resumed: Path
     """The same, resumed and finished."""
+    seconds: float
+    """From the kill to the end of the world."""
+    pids: tuple[int, ...]
+    """Of the ranks of the killed attempt."""
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +42,13 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sums:
     path = root / "test" / "killed"
     process = start(root, overrides)
     wait_for_step(path, 5, process)
-    os.kill(int(heartbeats(path)[1]["pid"]), signal.SIGKILL)
+    pids = tuple(int(beat["pid"]) for _, beat in sorted(heartbeats(path).items()))
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
     assert process.wait(timeout=120) == 1
+    seconds = time.monotonic() - began
     copy = root / "copy"
     shutil.copytree(path, copy)
     outcome = run(root, overrides, resume=True)
     assert outcome.code == 0, outcome.text
-    return KilledRun(copy, path)
+    return KilledRun(copy, path, seconds, pids)

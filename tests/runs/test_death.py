@@ -1,4 +1,4 @@
-"""Killing any rank, or raising in any rank, ends the world within 10 s with one error record."""
+"""Killing any rank, or raising in any rank, ends the world soon with one error record."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,29 @@ def error_records(run_path: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted((run_path / "errors").glob("*.json"))]
 
 
+def assert_told_of(victim: int, run_path: Path) -> None:
+    (record,) = error_records(run_path)
+    assert record["rank"] == victim
+    assert "9" in json.dumps(record)
+    assert record["role"] == ("trainer" if victim == 0 else "rollout")
+    assert record["phase"]
+
+
+def assert_gone(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_killed_rollout_rank_ends_the_world(killed_run: Any) -> None:
+    assert killed_run.seconds < LIMIT
+    assert_told_of(1, killed_run.killed)
+    assert_gone(killed_run.pids)
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_world(victim: int, tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+def test_a_killed_trainer_rank_ends_the_world(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
     overrides = {
         **base_overrides(tmp_path, tiny_model, sums, "killed"),
         "total_train_epochs": 400,
@@ -76,21 +97,14 @@ def test_a_killed_rank_ends_the_world(victim: int, tmp_path: Path, tiny_model: P
     run_path = tmp_path / "test" / "killed"
     wait_for_step(run_path, 3, process)
     beats = heartbeats(run_path)
-    os.kill(int(beats[victim]["pid"]), signal.SIGKILL)
+    os.kill(int(beats[0]["pid"]), signal.SIGKILL)
     began = time.monotonic()
     code = process.wait(timeout=120)
     took = time.monotonic() - began
     assert code not in (0, 75), (tmp_path / "output.txt").read_text()[-3000:]
     assert took < LIMIT
-    (record,) = error_records(run_path)
-    assert record["rank"] == victim
-    assert "9" in json.dumps(record)
-    assert record["role"] == ("trainer" if victim == 0 else "rollout")
-    assert record["phase"]
-    deadline = time.monotonic() + 30
-    while any(is_alive(int(beat["pid"])) for beat in beats.values()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(is_alive(int(beat["pid"])) for beat in beats.values())
+    assert_told_of(0, run_path)
+    assert_gone([int(beat["pid"]) for beat in beats.values()])
 
 
 @pytest.mark.timeout(200)

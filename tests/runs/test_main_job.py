@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from conftest import KilledRun
 from run_command import Outcome, base_overrides, environment, run
 from tiny_model import write_tiny_model
 
@@ -50,7 +51,8 @@ def test_a_world_runs_to_its_end(name: str, tmp_path: Path, tiny_model: Path, su
     assert evaluations[-1] == 4
     check_groups(outcome)
     check_export(outcome, tiny_model)
-    check_commands(outcome)
+    if name in ("split", "two-and-two"):
+        check_commands(outcome)
 
 
 def check_steps(outcome: Outcome, count: int) -> None:
@@ -110,15 +112,13 @@ def pekoe(*arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(200)
-def test_export_command_equals_the_runs_own_export(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
+@pytest.mark.timeout(300)
+def test_export_command_equals_the_runs_own_export(tmp_path: Path, killed_run: KilledRun) -> None:
     from safetensors.torch import load_file
 
-    outcome = run(tmp_path, {**base_overrides(tmp_path, tiny_model, sums, "export"), "total_train_steps": 1})
-    assert outcome.code == 0, outcome.text
-    pekoe("export", outcome.run, tmp_path / "out")
+    pekoe("export", killed_run.resumed, tmp_path / "out")
     ours = load_file(tmp_path / "out" / "model.safetensors")
-    theirs = load_file(outcome.run / "exports" / "step-1" / "model.safetensors")
+    theirs = load_file(killed_run.resumed / "exports" / "step-8" / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from run_command import base_overrides, run
+from conftest import KilledRun
+from run_command import Outcome, base_overrides, run
 from test_death import heartbeats, start, wait_for_step
 
 STEPS = 30
@@ -42,33 +44,22 @@ def test_stopped_runs_go_on_where_they_were(allocation: str, tmp_path: Path, tin
 
 
 @pytest.mark.timeout(400)
-def test_a_run_killed_after_a_checkpoint_forgets_the_abandoned_future(
-    tmp_path: Path, tiny_model: Path, sums: Path
-) -> None:
-    overrides = {
-        **base_overrides(tmp_path, tiny_model, sums, "killed"), "total_train_epochs": 3, "total_train_steps": STEPS,
-        "recover.freq_steps": 3,
-    }  # fmt: skip
-    run_path = tmp_path / "test" / "killed"
-    process = start(tmp_path, overrides)
-    wait_for_step(run_path, 5, process)
-    os.kill(int(heartbeats(run_path)[1]["pid"]), signal.SIGKILL)
-    assert process.wait(timeout=120) not in (0, 75)
-    outcome = run(tmp_path, overrides, resume=True)
-    assert outcome.code == 0, outcome.text
-    assert [line["step"] for line in outcome.steps] == list(range(1, STEPS + 1))
+def test_a_run_killed_after_a_checkpoint_forgets_the_abandoned_future(killed_run: KilledRun) -> None:
+    outcome = Outcome(0, "", killed_run.resumed)
+    assert [line["step"] for line in outcome.steps] == list(range(1, 9))
+    assert {line["attempt"] for line in outcome.steps} == {0, 1}
     consumed = [group for step in outcome.consumed() for group in step]
-    assert len(consumed) == len(set(consumed)) == 4 * STEPS
+    assert len(consumed) == len(set(consumed)) == 4 * 8
 
 
 @pytest.mark.timeout(300)
-def test_resume_with_only_damaged_checkpoints_is_an_error(tmp_path: Path, tiny_model: Path, sums: Path) -> None:
-    overrides = {**base_overrides(tmp_path, tiny_model, sums, "damaged"), "total_train_steps": 2}
-    outcome = run(tmp_path, overrides)
-    assert outcome.code == 0, outcome.text
-    (marker,) = (outcome.run / "checkpoints").glob("step-*/COMPLETE.json")
-    marker.unlink()
-    again = run(tmp_path, overrides, resume=True)
+def test_resume_with_only_damaged_checkpoints_is_an_error(tmp_path: Path, killed_run: KilledRun) -> None:
+    path = Path(shutil.copytree(killed_run.killed, tmp_path / "test" / "damaged"))
+    markers = list((path / "checkpoints").glob("step-*/COMPLETE.json"))
+    assert markers
+    for marker in markers:
+        marker.unlink()
+    again = run(tmp_path, {"trial_name": "damaged"}, resume=True)
     assert again.code not in (0, 75)
     assert "checkpoint" in again.text
 
