@@ -47,16 +47,9 @@ def figures(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("one-and-one", {"allocation": "hf:d1+fsdp:d1", "cluster.n_nodes": 2}),
-        ("two-and-two", {"allocation": "hf:d2+fsdp:d2", "cluster.n_nodes": 2, "cluster.n_gpus_per_node": 2}),
-    ],
-)
-def test_submitit_and_sbatch_start_the_same_job(
-    login: Cluster, tiny_job: TinyJob, name: str, settings: dict[str, Any]
-) -> None:
+def test_submitit_and_sbatch_start_the_same_job(login: Cluster, tiny_job: TinyJob) -> None:
+    """Two ranks on each of two nodes. One rank on each is in test_driver.py (sbatch) and test_scancel.py (submitit)."""
+    name, settings = "both", {"allocation": "hf:d2+fsdp:d2", "cluster.n_nodes": 2, "cluster.n_gpus_per_node": 2}
     values = {**SMALL, **settings, "cluster.slurm.nodelist": "n[1-2]"}
     (job,) = submit(tiny_job.config(f"{name}-submitit", **values))
     script = ROOT / "scripts" / "train.sbatch"
