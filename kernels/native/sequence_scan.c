@@ -68,8 +68,13 @@ INLINE void fetch_before(const void *from, int64_t bytes) {
 }
 
 INLINE int64_t num_active(const uint8_t *mask, int64_t size) {
-    int32_t count = 0;
-    for (int64_t i = 0; i < size; i++) count += mask[i] != 0;
+    int64_t count = 0;
+    for (int64_t at = 0; at < size; at += TILE) {
+        uint8_t here = 0; /* a byte counts up to a tile */
+        int64_t end = size - at < TILE ? size - at : TILE;
+        for (int64_t i = 0; i < end; i++) here = (uint8_t)(here + (mask[at + i] != 0));
+        count += here;
+    }
     return count;
 }
 
