@@ -184,6 +184,7 @@ KEYS: dict[str, Gone | Moved] = {
     "critic.eps_clip": Moved("critic.eps_clip"),
     "critic.ppo_n_minibatches": Gone("minibatches are the actor's: actor.ppo_n_minibatches"),
     "critic.mask_no_eos_with_zero": Gone("actor.mask_truncated decides it for both", (False,)),
+    "critic.enable_tree_training": Gone("actor.enable_tree_training decides it for both", (False,)),
     "critic.is_critic": Gone("the critic section is the critic", (True,)),
     "critic.backend": Gone("the critic lives on the trainer ranks", (None, "")),
     "critic.weight_update_mode": Gone("no engine needs the critic's weights"),

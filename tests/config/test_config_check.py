@@ -166,6 +166,12 @@ STALENESS = "rollout.max_head_offpolicyness"
             "actor.mb_spec.max_sequences_per_mb",
             "allowed: >= granularity (2)",
         ),
+        (
+            ["actor.enable_tree_training=true", "actor.mb_spec.max_sequences_per_mb=1"],
+            "actor.enable_tree_training",
+            "allowed: >= 2, or null",
+        ),
+        (["actor.enable_tree_training=true", "actor.disable_dropout=false"], "actor.disable_dropout", "allowed: true"),
         (["gconfig.n_samples=1"], "gconfig.n_samples", "allowed: >= 2"),
         (["gconfig.min_new_tokens=600"], "gconfig.min_new_tokens", "allowed: <= gconfig.max_new_tokens (512)"),
         (
@@ -196,6 +202,11 @@ def test_contradictions_are_refused(folder: Path, overrides: list[str], key: str
     ("overrides", "key", "words"),
     [
         ([f"{REJECT}=null"], REJECT, "unbounded"),
+        (
+            ["actor.enable_tree_training=true", "gconfig.n_samples=1", "actor.reward_norm=null"],
+            "actor.enable_tree_training",
+            "has no effect with gconfig.n_samples 1",
+        ),
         (["actor.use_decoupled_loss=false"], f"{REJECT}.metric", "no effect"),
         (
             ["actor.use_decoupled_loss=false", f"{REJECT}=null", "actor.prox_logp_method=reuse"],
