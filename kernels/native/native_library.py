@@ -12,8 +12,8 @@ from typing import Any
 FILE = "_pekoe_native.abi3.so"
 VARIABLE = "PEKOE_NATIVE_LIBRARY"
 """Another library in the place of the one that was installed; for tests."""
-REMEDY = "install a C compiler (Debian: apt-get install gcc libc6-dev) and install Pekoe again, in a checkout with "
-REMEDY += "scripts/setup_venv.sh"
+AGAIN = "install Pekoe again (in a checkout: scripts/setup_venv.sh)"
+REMEDY = f"install a C compiler (Debian: apt-get install gcc libc6-dev) and {AGAIN}"
 
 
 @cache
@@ -28,7 +28,7 @@ def native_library() -> ctypes.CDLL:
     except OSError as error:
         raise OSError(f"{error}: the native library cannot be loaded on this machine: {REMEDY}") from error
     if not _is_built_of(library, source_digest(Path(__file__).parent)):
-        raise OSError(f"{path} was built of other sources than those beside it: {REMEDY}")
+        raise OSError(f"{path} was built of other sources than those beside it: {AGAIN}")
     return library
 
 
