@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-FOLDER = ROOT / "build" / "parity"
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts" / "bench")]
+
+from independent import find_independent  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def implementations() -> Path:
-    """Folder of the packages; last on the path, so that nothing in it hides what is there.
-
-    Without their dependencies: verl asks for an older transformers than the environment has.
-    """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted: list[str] = project["project"]["optional-dependencies"]["parity"]
-    stamp = FOLDER / "installed"
-    if not stamp.is_file() or stamp.read_text().split() != wanted:
-        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--upgrade"]
-        subprocess.run([*command, "--target", str(FOLDER), *wanted], check=True, stdout=subprocess.DEVNULL, timeout=900)
-        stamp.write_text("\n".join(wanted))
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
-    importlib.invalidate_caches()
-    return FOLDER
+    """Folder of the packages."""
+    return find_independent()
 
 
 @pytest.fixture(scope="session")
