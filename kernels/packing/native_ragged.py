@@ -127,7 +127,16 @@ def _item_size(array: Any) -> int:
 
 
 def _empty(shape: tuple[int, ...], like: Any) -> Any:
-    return like.new_empty(shape) if is_tensor(like) else np.empty(shape, dtype=like.dtype)
+    """Fresh memory, a tensor's by way of numpy, too: its large arrays lie on huge pages, and a fresh small page costs
+    more than what is copied into it."""
+    if not is_tensor(like):
+        return np.empty(shape, dtype=like.dtype)
+    if 0 in shape:
+        return like.new_empty(shape)
+    import torch
+
+    memory = np.empty(math.prod(shape) * _item_size(like), dtype=np.uint8)
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
 
 
 def _raise_outside(
