@@ -374,7 +374,7 @@ from pekoe.pipeline.rollout.child.nursery import EngineNursery
 from pekoe.pipeline.rollout.child.silence_watch import ChildLimits
 from pekoe.pipeline.rollout.engine import GenerationRequest
 with EngineNursery() as nursery:
-    limits = ChildLimits(answer=2, silence=2, progress=2)
+    limits = ChildLimits(silence=4, progress=60)
     engine = ChildEngine(nursery, {engine!r}, settings(), limits=limits)
     async def work():
         print(nursery.pid, engine.pid, flush=True)
@@ -397,7 +397,7 @@ def test_a_job_that_was_suspended_as_a_whole_keeps_its_engine() -> None:
         pids = [rank.pid, *map(int, rank.stdout.readline().split())]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(5.0)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.4)
