@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from pekoe.kernels.logprob import tiles
-from pekoe.kernels.logprob.tiles import Epilogue, Four, Slopes, Statistics, runs
+from pekoe.kernels.logprob.tiles import Epilogue, Slopes, Statistics, runs
 from pekoe.kernels.logprob.torch_tiles import TorchEpilogue
 from pekoe.kernels.native.native_library import native_library, pointer
 
@@ -88,55 +88,12 @@ def _threads(process: int, num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads - 1, "logprob")
 
 
-def hidden_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    num_valid: int,
-    temperature: float,
-    moments: bool,
-) -> Four:
-    return tiles.hidden_statistics(_epilogue(hidden), hidden, weight, bias, targets, num_valid, temperature, moments)
-
-
-def hidden_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    num_valid: int,
-    temperature: float,
-    maximum: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    slopes = Slopes(maximum, a, b, c)
-    return tiles.hidden_gradients(
-        _epilogue(hidden), hidden, weight, bias, targets, num_valid, temperature, slopes, needs
-    )
-
-
-def logits_statistics(logits: Tensor, targets: Tensor, temperature: float, moments: bool, chunk_rows: int) -> Four:
-    return tiles.logits_statistics(_epilogue(logits), logits, targets, temperature, moments, chunk_rows)
-
-
-def logits_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    maximum: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk_rows: int,
-) -> Tensor:
-    slopes = Slopes(maximum, a, b, c)
-    return tiles.logits_gradient(_epilogue(logits), logits, targets, temperature, slopes, chunk_rows)
-
-
 def _epilogue(source: Tensor) -> Epilogue:
     """Torch's for float64, which C has not."""
     return TorchEpilogue() if source.dtype == torch.float64 else NativeEpilogue()
+
+
+hidden_statistics = partial(tiles.hidden_statistics, _epilogue)
+hidden_gradients = partial(tiles.hidden_gradients, _epilogue)
+logits_statistics = partial(tiles.logits_statistics, _epilogue)
+logits_gradient = partial(tiles.logits_gradient, _epilogue)

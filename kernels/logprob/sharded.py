@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pekoe.kernels.logprob.logprob import check_arguments
-from pekoe.kernels.logprob.torch_logprob import results, slopes
+from pekoe.kernels.logprob.tiles import Four
+from pekoe.kernels.logprob.torch_logprob import hidden_backward, outputs
+from pekoe.kernels.logprob.torch_tiles import lowered_by
 
 OUTSIDE = -1
 """The target of a token that another rank has."""
@@ -73,48 +75,27 @@ class _ShardedLogprobs(torch.autograd.Function):
         inside = (place >= 0) & (place < num_valid)
         place = torch.where(inside, place, torch.full_like(place, OUTSIDE))
         four = torch.ops.pekoe.hidden_statistics(hidden, weight, bias, place, num_valid, temperature, with_entropy)
-        maximum, total, moment, picked = _merged(four, inside, targets, temperature, group)
-        logprobs, entropy, mean = results(maximum, total, moment, picked, temperature)
-        if not with_entropy:
-            entropy = torch.zeros_like(logprobs)
-            ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, weight, bias, place, maximum, total, mean)
+        merged = _merged(four, inside, targets, temperature, group)
+        logprobs, entropy, mean = outputs(ctx, merged, temperature, with_entropy)
+        ctx.save_for_backward(hidden, weight, bias, place, *merged[:2], mean)
         ctx.num_valid, ctx.temperature, ctx.group = num_valid, temperature, group
-        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, place, maximum, total, mean = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:3])
-        grads = torch.ops.pekoe.hidden_gradients(
-            hidden, weight, bias, place, ctx.num_valid, ctx.temperature, maximum,
-            *slopes(grad_logprobs, grad_entropy, total, mean, ctx.temperature), needs,
-        )  # fmt: skip
-        if needs[0]:
-            dist.all_reduce(grads[0], group=ctx.group)
-        return (
-            grads[0].to(hidden.dtype) if needs[0] else None,
-            grads[1] if needs[1] else None,
-            grads[2].to(bias.dtype) if needs[2] else None,
-            *(None,) * 6,
-        )
+        def add_up(grad_hidden: Tensor) -> None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+
+        return *hidden_backward(ctx, grad_logprobs, grad_entropy, add_up), *(None,) * 6
 
 
-def _merged(
-    four: tuple[Tensor, Tensor, Tensor, Tensor],
-    inside: Tensor,
-    targets: Tensor,
-    temperature: float,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _merged(four: Four, inside: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None) -> Four:
     """The statistics of all ranks together."""
     own, total, moment, picked = four
     maximum = own.clone()
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    # Finite, so that a shard without logits counts nothing.
-    lowered = ((own - maximum) / temperature).clamp(min=-1e30)
+    lowered = lowered_by(own - maximum, temperature)
     shrink = lowered.exp()
     sums = torch.stack((shrink * total, shrink * (moment + lowered * total), picked, inside.to(total.dtype)))
     dist.all_reduce(sums, group=group)

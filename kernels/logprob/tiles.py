@@ -9,7 +9,7 @@ Legend: K rows (tokens), H features, V vocabulary, q = (x - maximum) / temperatu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +82,11 @@ class Epilogue(Protocol):
         """Into `out` [R, C], which may be the tile."""
 
 
+ChooseEpilogue = Callable[[Tensor], Epilogue]
+"""By the hidden states or the logits; with the first argument filled in, the functions below have the signatures of
+`reference.py`."""
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What products and sums are made in: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -101,7 +106,7 @@ def _finish(known: Statistics) -> Four:
 
 
 def hidden_statistics(
-    epilogue: Epilogue,
+    choose: ChooseEpilogue,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -111,6 +116,7 @@ def hidden_statistics(
     moments: bool,
 ) -> Four:
     """See `reference.hidden_statistics`."""
+    epilogue = choose(hidden)
     known = _begin(len(hidden), hidden, epilogue.sums_dtype)
     tiles = _Tiles(hidden, weight[:num_valid], bias)
     for columns in tiles.columns():
@@ -121,17 +127,21 @@ def hidden_statistics(
 
 
 def hidden_gradients(
-    epilogue: Epilogue,
+    choose: ChooseEpilogue,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     num_valid: int,
     temperature: float,
-    slopes: Slopes,
+    maximum: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.hidden_gradients`."""
+    epilogue, slopes = choose(hidden), Slopes(maximum, a, b, c)
     for_hidden, for_weight, for_bias = needs
     tiles = _Tiles(hidden, weight[:num_valid], bias)
     grad_hidden = hidden.new_empty(hidden.shape if for_hidden else 0, dtype=tiles.wide)
@@ -162,9 +172,10 @@ def hidden_gradients(
 
 
 def logits_statistics(
-    epilogue: Epilogue, logits: Tensor, targets: Tensor, temperature: float, moments: bool, chunk_rows: int
+    choose: ChooseEpilogue, logits: Tensor, targets: Tensor, temperature: float, moments: bool, chunk_rows: int
 ) -> Four:
     """See `reference.logits_statistics`."""
+    epilogue = choose(logits)
     known = _begin(len(logits), logits, epilogue.sums_dtype)
     for rows in runs(len(logits), chunk_rows):
         epilogue.take(_chunk(epilogue, logits[rows]), targets[rows], 0, temperature, moments, known.of(rows))
@@ -172,9 +183,18 @@ def logits_statistics(
 
 
 def logits_gradient(
-    epilogue: Epilogue, logits: Tensor, targets: Tensor, temperature: float, slopes: Slopes, chunk_rows: int
+    choose: ChooseEpilogue,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    maximum: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_rows: int,
 ) -> Tensor:
     """See `reference.logits_gradient`."""
+    epilogue, slopes = choose(logits), Slopes(maximum, a, b, c)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     for rows in runs(len(logits), chunk_rows):
         chunk = _chunk(epilogue, logits[rows])

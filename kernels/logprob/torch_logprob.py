@@ -7,6 +7,7 @@ torch.ops.pekoe.logits_statistics ─┴─► log-probs,      │   again, noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,12 +98,16 @@ add_operator(
 )
 
 
-def results(
-    maximum: Tensor, total: Tensor, moment: Tensor, picked: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs, entropies, means of q), all [K]; the entropies mean nothing without moments."""
+def outputs(ctx: Any, statistics: Four, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, entropies, means of q), all [K]; entropies are 0 and have no gradient unless asked for."""
+    maximum, total, moment, picked = statistics
     size, mean = total.log(), moment / total
-    return (picked - maximum) / temperature - size, size - mean, mean
+    logprobs, entropy = (picked - maximum) / temperature - size, size - mean
+    if not with_entropy:
+        entropy = torch.zeros_like(logprobs)
+        ctx.mark_non_differentiable(entropy)
+    ctx.set_materialize_grads(False)
+    return logprobs, entropy, mean
 
 
 def slopes(
@@ -113,6 +118,29 @@ def slopes(
     g = torch.zeros_like(total) if grad_logprobs is None else grad_logprobs
     h = torch.zeros_like(total) if grad_entropy is None else grad_entropy
     return (h * mean - g) * factor, -h * factor, g / temperature
+
+
+def hidden_backward(
+    ctx: Any,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    finish: Callable[[Tensor], object] | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the hidden states, the weight and the bias, by what a forward left in `ctx`. `finish` works on the
+    first one in place while it is in the wide dtype."""
+    hidden, weight, bias, targets, maximum, total, mean = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.pekoe.hidden_gradients(
+        hidden, weight, bias, targets, ctx.num_valid, ctx.temperature, maximum,
+        *slopes(grad_logprobs, grad_entropy, total, mean, ctx.temperature), needs,
+    )  # fmt: skip
+    if needs[0] and finish is not None:
+        finish(grads[0])
+    return (
+        grads[0].to(hidden.dtype) if needs[0] else None,
+        grads[1] if needs[1] else None,
+        grads[2].to(bias.dtype) if needs[2] else None,
+    )
 
 
 class HiddenLogprobs(torch.autograd.Function):
@@ -130,31 +158,15 @@ class HiddenLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         four = torch.ops.pekoe.hidden_statistics(hidden, weight, bias, targets, num_valid, temperature, with_entropy)
-        maximum, total, moment, picked = four
-        logprobs, entropy, mean = results(maximum, total, moment, picked, temperature)
-        if not with_entropy:
-            entropy = torch.zeros_like(logprobs)
-            ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, weight, bias, targets, maximum, total, mean)
+        logprobs, entropy, mean = outputs(ctx, four, temperature, with_entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, *four[:2], mean)
         ctx.num_valid, ctx.temperature = num_valid, temperature
-        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, targets, maximum, total, mean = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:3])
-        grads = torch.ops.pekoe.hidden_gradients(
-            hidden, weight, bias, targets, ctx.num_valid, ctx.temperature, maximum,
-            *slopes(grad_logprobs, grad_entropy, total, mean, ctx.temperature), needs,
-        )  # fmt: skip
-        return (
-            grads[0].to(hidden.dtype) if needs[0] else None,
-            grads[1] if needs[1] else None,
-            grads[2].to(bias.dtype) if needs[2] else None,
-            *(None,) * 4,
-        )
+        return *hidden_backward(ctx, grad_logprobs, grad_entropy), None, None, None, None
 
 
 class LogitsLogprobs(torch.autograd.Function):
@@ -165,14 +177,9 @@ class LogitsLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, chunk_rows: int
     ) -> tuple[Tensor, Tensor]:
         four = torch.ops.pekoe.logits_statistics(logits, targets, temperature, with_entropy, chunk_rows)
-        maximum, total, moment, picked = four
-        logprobs, entropy, mean = results(maximum, total, moment, picked, temperature)
-        if not with_entropy:
-            entropy = torch.zeros_like(logprobs)
-            ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(logits, targets, maximum, total, mean)
+        logprobs, entropy, mean = outputs(ctx, four, temperature, with_entropy)
+        ctx.save_for_backward(logits, targets, *four[:2], mean)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
@@ -180,7 +187,5 @@ class LogitsLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         logits, targets, maximum, total, mean = ctx.saved_tensors
         parts = slopes(grad_logprobs, grad_entropy, total, mean, ctx.temperature)
-        grad = torch.ops.pekoe.logits_gradient(
-            logits, targets, ctx.temperature, maximum, *parts, ctx.chunk_rows
-        )  # fmt: skip
+        grad = torch.ops.pekoe.logits_gradient(logits, targets, ctx.temperature, maximum, *parts, ctx.chunk_rows)
         return grad, None, None, None, None

@@ -5,13 +5,13 @@ Signatures and meaning are those of `reference.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pekoe.kernels.logprob import tiles
-from pekoe.kernels.logprob.tiles import WEIGHTLESS, Four, Slopes, Statistics
+from pekoe.kernels.logprob.tiles import WEIGHTLESS, Epilogue, Slopes, Statistics
 
 
 class TorchEpilogue:
@@ -62,48 +62,11 @@ def _places(tile: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
     return torch.where(inside, place, torch.zeros_like(place))[:, None], inside
 
 
-def hidden_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    num_valid: int,
-    temperature: float,
-    moments: bool,
-) -> Four:
-    return tiles.hidden_statistics(TorchEpilogue(), hidden, weight, bias, targets, num_valid, temperature, moments)
+def _epilogue(_: Tensor) -> Epilogue:
+    return TorchEpilogue()
 
 
-def hidden_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    num_valid: int,
-    temperature: float,
-    maximum: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    slopes = Slopes(maximum, a, b, c)
-    return tiles.hidden_gradients(TorchEpilogue(), hidden, weight, bias, targets, num_valid, temperature, slopes, needs)
-
-
-def logits_statistics(logits: Tensor, targets: Tensor, temperature: float, moments: bool, chunk_rows: int) -> Four:
-    return tiles.logits_statistics(TorchEpilogue(), logits, targets, temperature, moments, chunk_rows)
-
-
-def logits_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    maximum: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk_rows: int,
-) -> Tensor:
-    slopes = Slopes(maximum, a, b, c)
-    return tiles.logits_gradient(TorchEpilogue(), logits, targets, temperature, slopes, chunk_rows)
+hidden_statistics = partial(tiles.hidden_statistics, _epilogue)
+hidden_gradients = partial(tiles.hidden_gradients, _epilogue)
+logits_statistics = partial(tiles.logits_statistics, _epilogue)
+logits_gradient = partial(tiles.logits_gradient, _epilogue)
