@@ -30,11 +30,6 @@ class _Units:
     tokens: Rows
     num_rows: Rows
 
-    @property
-    def of_row(self) -> Rows:
-        """Unit of each row."""
-        return np.repeat(np.arange(len(self.tokens)), self.num_rows)
-
 
 def plan_batch(
     lengths: Lengths,
@@ -56,10 +51,11 @@ def plan_batch(
     largest first. Ties go to the lower row, so equal input gives an equal plan. Raises ValueError naming the row (or
     rows) that exceed the budget.
 
-    With `keep_together` a unit is as many rows of one group in a row as fit into a micro-batch: a group whose rows
-    follow each other is one unit, or, over the budget, is cut into the fewest. `shared_tokens` says then of each row
-    how many of its tokens the unit holds only once (the prompt): a unit counts sum(lengths - shared_tokens) +
-    max(shared_tokens) tokens. `max_together` is the most rows of such a unit.
+    With `keep_together` the minibatches hold the same rows as without. In each of them a unit then is as many rows of
+    one group in a row as fit into a micro-batch: a group whose rows follow each other is one unit, or, over the budget,
+    is cut into the fewest. `shared_tokens` says of each row how many of its tokens the unit holds only once (the
+    prompt): a unit counts sum(lengths - shared_tokens) + max(shared_tokens) tokens. `max_together` is the most rows of
+    such a unit.
     """
     lengths, groups = np.asarray(lengths, dtype=np.int64), np.asarray(groups)
     if shared_tokens is not None and not keep_together:
@@ -68,16 +64,17 @@ def plan_batch(
     if max_sequences is not None and max_sequences < granularity:
         raise ValueError(f"max_sequences_per_mb: {max_sequences} is below granularity {granularity}")
     units = _units(lengths, shared, groups, max_tokens, granularity)
-    if keep_together:
-        most = min((limit for limit in (max_sequences, max_together) if limit is not None), default=None)
-        units = _joined(units, lengths - shared, shared, max_tokens, most)
+    most = min((limit for limit in (max_sequences, max_together) if limit is not None), default=None)
     plan: Assignment = [[] for _ in range(ranks)]
-    unit_of_row = units.of_row
-    for chosen in _cut_minibatches(units, minibatches):
-        placed = joint_plan(units.tokens[chosen], ranks, max_tokens, max_sequences, counts=units.num_rows[chosen])
-        place = np.full(len(units.tokens), -1)
-        place[chosen] = placed.rank * placed.num_micro_steps + placed.micro_step
-        pieces = _rows_of_places(place[unit_of_row], ranks * placed.num_micro_steps)
+    whole = lengths.reshape(-1, granularity).sum(axis=1)
+    for chosen in _cut_minibatches(units.groups, whole, minibatches):
+        rows = (chosen[:, None] * granularity + np.arange(granularity)).ravel()
+        part = _Units(units.groups[chosen], units.tokens[chosen], units.num_rows[chosen])
+        if keep_together:
+            part = _joined(part, (lengths - shared)[rows], shared[rows], max_tokens, most)
+        placed = joint_plan(part.tokens, ranks, max_tokens, max_sequences, counts=part.num_rows)
+        places = np.repeat(placed.rank * placed.num_micro_steps + placed.micro_step, part.num_rows)
+        pieces = [rows[piece] for piece in _rows_of_places(places, ranks * placed.num_micro_steps)]
         for rank in range(ranks):
             plan[rank].append(pieces[rank * placed.num_micro_steps : (rank + 1) * placed.num_micro_steps])
     return plan
@@ -134,21 +131,21 @@ def _reduce(operation: np.ufunc, values: Rows, starts: Rows) -> Rows:
     return operation.reduceat(values, starts) if len(starts) else np.zeros(0, np.int64)
 
 
-def _cut_minibatches(units: _Units, minibatches: int) -> list[Rows]:
-    """Unit indices of each minibatch."""
-    if not len(units.tokens):
+def _cut_minibatches(groups: Rows, tokens: Rows, minibatches: int) -> list[Rows]:
+    """Indices of the units of each minibatch, by their groups and tokens."""
+    if not len(tokens):
         return []
-    names, item_of_unit = np.unique(units.groups, return_inverse=True)
+    names, item_of_unit = np.unique(groups, return_inverse=True)
     if len(names) < minibatches:
-        item_of_unit = np.arange(len(units.tokens))
+        item_of_unit = np.arange(len(tokens))
     items = int(item_of_unit.max()) + 1
     count = min(minibatches, items)
-    chosen = equal_count(np.bincount(item_of_unit, weights=units.tokens, minlength=items), count)
+    chosen = equal_count(np.bincount(item_of_unit, weights=tokens, minlength=items), count)
     return [np.flatnonzero(chosen[item_of_unit] == part) for part in range(count)]
 
 
 def _rows_of_places(places: Rows, num_places: int) -> list[Rows]:
-    """Row indices of each place, in order; -1 is none."""
+    """Row indices of each place, in order."""
     order = np.argsort(places, kind="stable")
     edges = np.searchsorted(places[order], np.arange(num_places + 1))
     return [order[edges[place] : edges[place + 1]] for place in range(num_places)]

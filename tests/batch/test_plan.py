@@ -169,12 +169,14 @@ def test_groups_stay_together(batch, ranks, minibatches, budget, max_sequences):
         assert max_sequences is None or len(piece) <= max_sequences
         own = (lengths - shared)[piece].sum()
         assert own + sum(shared[piece][groups[piece] == group].max() for group in np.unique(groups[piece])) <= budget
-    for group in np.unique(groups):
-        rows = np.flatnonzero(groups == group)
-        fits = (lengths - shared)[rows].sum() + shared[rows].max() <= budget
-        if fits and (max_sequences is None or len(rows) <= max_sequences):
-            assert len(np.unique(homes[rows])) == 1
-        assert (homes[rows].reshape(-1, granularity) == homes[rows][::granularity, None]).all()
+    for number in range(len(plan[0])):
+        chosen = np.sort(np.concatenate([piece for rank in plan for piece in rank[number]]))
+        for group in np.unique(groups[chosen]):
+            rows = chosen[groups[chosen] == group]
+            fits = (lengths - shared)[rows].sum() + shared[rows].max() <= budget
+            if fits and (max_sequences is None or len(rows) <= max_sequences):
+                assert len(np.unique(homes[rows])) == 1
+            assert (homes[rows].reshape(-1, granularity) == homes[rows][::granularity, None]).all()
 
 
 def test_a_group_over_the_budget_is_cut_into_runs_of_rows():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pekoe.pipeline.batch.plan import plan_batch
 from pekoe.pipeline.batch.shared_plan import longest_path, num_computed, plan_shared
 
 GROUPS = st.lists(
@@ -35,6 +36,20 @@ def test_every_row_lies_once_within_the_budget(groups, ranks, minibatches, most)
         assert num_computed(piece, *rows) <= 60
         assert most is None or len(piece) <= most
         assert sorted(piece.tolist()) == piece.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=GROUPS, ranks=st.integers(1, 3), minibatches=st.integers(1, 5))
+def test_updates_are_of_the_same_rows_as_without_sharing(groups, ranks, minibatches):
+    """Also where there are fewer groups than minibatches."""
+    lengths, numbers, shared = laid_out(groups)
+    plain = plan_batch(lengths, numbers, ranks, 60, None, minibatches)
+    plan = plan_shared(lengths, numbers, shared, ranks, 60, None, minibatches)
+    for made in (plain, plan):
+        assert len(made[0]) == min(minibatches, len(lengths))
+    for number in range(len(plain[0])):
+        rows = [sorted(int(row) for rank in made for piece in rank[number] for row in piece) for made in (plain, plan)]
+        assert rows[0] == rows[1]
 
 
 def test_a_group_larger_than_the_budget_stays_whole_when_what_it_shares_counts_once():
