@@ -15,13 +15,32 @@ typedef struct {
     int64_t *bins, *spare_bins; /* of each item: the last attempt that fitted, and room for the next */
     int64_t placed_steps; /* the micro-steps of `bins` */
     int64_t *fitted, num_fitted; /* best fit of each item, its number of bins */
+    int64_t *levels, num_levels; /* the distinct counts, ascending; none without counts */
 } problem;
+
+/* How many of the levels are at most `number`. */
+static int64_t level_of(const problem *p, int64_t number) {
+    int64_t low = 0, high = p->num_levels;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (p->levels[middle] <= number) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Leftist heap: its root comes first, and right spines are short. */
+typedef struct {
+    int32_t left, right, spine;
+} node;
 
 /* Memory of an attempt. */
 typedef struct {
-    bin_load *active, *parked, *aside; /* parked: by falling room, the `load` is -room */
+    bin_load *active, *parked, *aside; /* parked: by falling room, the `load` is -room; aside: by number */
     double *load;
     int64_t *room, *seats;
+    node *nodes; /* of bins that wait for an item of few sequences */
+    int32_t *waiting; /* the lightest one of each level of seats, -1 for none */
 } workspace;
 
 static void free_workspace(workspace *w) {
@@ -31,9 +50,11 @@ static void free_workspace(workspace *w) {
     free(w->load);
     free(w->room);
     free(w->seats);
+    free(w->nodes);
+    free(w->waiting);
 }
 
-static int make_workspace(workspace *w, int64_t num_bins) {
+static int make_workspace(workspace *w, int64_t num_bins, int64_t num_levels) {
     size_t size = (size_t)num_bins;
     w->active = malloc(size * sizeof *w->active);
     w->parked = malloc(size * sizeof *w->parked);
@@ -41,7 +62,46 @@ static int make_workspace(workspace *w, int64_t num_bins) {
     w->load = calloc(size, sizeof *w->load);
     w->room = malloc(size * sizeof *w->room);
     w->seats = malloc(size * sizeof *w->seats);
-    return w->active && w->parked && w->aside && w->load && w->room && w->seats;
+    w->nodes = malloc((num_levels ? size : 1) * sizeof *w->nodes);
+    w->waiting = malloc((size_t)(num_levels + 1) * sizeof *w->waiting);
+    if (!(w->active && w->parked && w->aside && w->load && w->room && w->seats && w->nodes && w->waiting)) return 0;
+    for (int64_t level = 0; level <= num_levels; level++) w->waiting[level] = -1;
+    return 1;
+}
+
+static int32_t join_waiting(workspace *w, int32_t a, int32_t b) {
+    if (a < 0) return b;
+    if (b < 0) return a;
+    if (lighter(&w->aside[b], &w->aside[a])) {
+        int32_t other = a;
+        a = b;
+        b = other;
+    }
+    node *top = &w->nodes[a];
+    top->right = join_waiting(w, top->right, b);
+    if (top->left < 0 || w->nodes[top->left].spine < w->nodes[top->right].spine) {
+        int32_t other = top->left;
+        top->left = top->right;
+        top->right = other;
+    }
+    top->spine = top->right < 0 ? 1 : w->nodes[top->right].spine + 1;
+    return a;
+}
+
+static void add_waiting(workspace *w, int64_t level, bin_load bin) {
+    w->aside[bin.id] = bin;
+    w->nodes[bin.id] = (node){-1, -1, 1};
+    w->waiting[level] = join_waiting(w, w->waiting[level], bin.id);
+}
+
+static void take_waiting(workspace *w, int64_t level) {
+    const node *top = &w->nodes[w->waiting[level]];
+    w->waiting[level] = join_waiting(w, top->left, top->right);
+}
+
+static void park(workspace *w, int64_t *num_parked, bin_load bin) {
+    bin.load = -(double)w->room[bin.id];
+    add_bin(w->parked, (*num_parked)++, bin);
 }
 
 /* `num_fixed` items stay where best fit puts them. */
@@ -62,14 +122,34 @@ static void place_fitted(const problem *p, workspace *w, int64_t num_bins, int64
     for (int64_t bin = 0; bin < num_bins; bin++) add_bin(w->active, bin, w->aside[bin]);
 }
 
+/* The level of the lightest bin that waits with enough seats and has room, if it is lighter than `best` (number -1: there
+   is none), which it becomes; else -1. */
+static int64_t lightest_waiting(const problem *p, workspace *w, int64_t level, int64_t length, int64_t *num_parked,
+                                bin_load *best) {
+    int64_t found = -1;
+    for (; level < p->num_levels; level++) {
+        int32_t id;
+        while ((id = w->waiting[level]) >= 0 && w->room[id] < length) {
+            take_waiting(w, level);
+            park(w, num_parked, w->aside[id]);
+        }
+        if (id >= 0 && (best->id < 0 || lighter(&w->aside[id], best))) {
+            *best = w->aside[id];
+            found = level;
+        }
+    }
+    return found;
+}
+
 /* The longest item first, into the lightest bin that has room; 1 if all found one. A bin that has too little room for
-   an item is parked until items are as short as its room; it need not be looked at before. */
+   an item is parked until items are as short as its room, and one with too few seats waits among those with as many;
+   neither need be looked at before. */
 static int place_all(const problem *p, workspace *w, int64_t num_bins, int64_t num_fixed) {
     int64_t num_active = num_bins, num_parked = 0;
     place_fitted(p, w, num_bins, num_fixed);
     for (int64_t i = num_fixed; i < p->n; i++) {
         int32_t item = p->order[i];
-        int64_t length = p->lengths[item], count = p->counts ? p->counts[item] : 1, num_aside = 0;
+        int64_t length = p->lengths[item], count = p->counts ? p->counts[item] : 1;
         while (num_parked && -w->parked[0].load >= (double)length) {
             bin_load bin = w->parked[0];
             num_parked--;
@@ -77,27 +157,29 @@ static int place_all(const problem *p, workspace *w, int64_t num_bins, int64_t n
             bin.load = w->load[bin.id];
             add_bin(w->active, num_active++, bin);
         }
-        bin_load top;
-        for (;;) {
-            if (!num_active) return 0;
+        bin_load top = {0, 0, -1};
+        for (; num_active; top.id = -1) {
             top = w->active[0];
             if (w->room[top.id] >= length && w->seats[top.id] >= count) break;
             num_active--;
             replace_first(w->active, num_active, w->active[num_active]);
-            if (w->room[top.id] < length) {
-                top.load = -(double)w->room[top.id];
-                add_bin(w->parked, num_parked++, top);
-            } else if (p->counts) {
-                w->aside[num_aside++] = top;
-            } /* else it is full for good */
+            if (w->room[top.id] < length) park(w, &num_parked, top);
+            else if (p->counts) add_waiting(w, level_of(p, w->seats[top.id]), top);
+            /* else it is full for good */
         }
+        int64_t level = lightest_waiting(p, w, level_of(p, count), length, &num_parked, &top);
+        if (top.id < 0) return 0;
         w->room[top.id] -= length;
         w->seats[top.id] -= count;
         top.load = w->load[top.id] += p->costs[item];
         top.count++;
         p->spare_bins[item] = top.id;
-        replace_first(w->active, num_active, top);
-        while (num_aside) add_bin(w->active, num_active++, w->aside[--num_aside]);
+        if (level >= 0) {
+            take_waiting(w, level);
+            add_bin(w->active, num_active++, top);
+        } else {
+            replace_first(w->active, num_active, top);
+        }
     }
     return 1;
 }
@@ -107,7 +189,8 @@ static int attempt(problem *p, int64_t num_steps, int64_t num_fixed) {
     if (num_steps > MOST_ITEMS / p->num_ranks) return PEKOE_NO_MEMORY;
     workspace w;
     int found = PEKOE_NO_MEMORY;
-    if (make_workspace(&w, num_steps * p->num_ranks)) found = place_all(p, &w, num_steps * p->num_ranks, num_fixed);
+    if (make_workspace(&w, num_steps * p->num_ranks, p->num_levels))
+        found = place_all(p, &w, num_steps * p->num_ranks, num_fixed);
     free_workspace(&w);
     if (found == 1) {
         int64_t *other = p->bins;
@@ -277,6 +360,22 @@ static void sort_items(problem *p, uint64_t *keys, int32_t *spare) {
     sort_falling(p->n, (const uint64_t *)p->lengths, p->order, spare);
 }
 
+static int ascending(const void *a, const void *b) {
+    int64_t left = *(const int64_t *)a, right = *(const int64_t *)b;
+    return (left > right) - (left < right);
+}
+
+static int find_levels(problem *p) {
+    if (!p->counts) return 1;
+    p->levels = malloc((size_t)p->n * sizeof *p->levels);
+    if (!p->levels) return 0;
+    memcpy(p->levels, p->counts, (size_t)p->n * sizeof *p->levels);
+    qsort(p->levels, (size_t)p->n, sizeof *p->levels, ascending);
+    for (int64_t i = 0; i < p->n; i++)
+        if (!i || p->levels[i] != p->levels[p->num_levels - 1]) p->levels[p->num_levels++] = p->levels[i];
+    return 1;
+}
+
 /* Rank and micro-step of each item, and the number of micro-steps. Lengths are at most `max_tokens`, counts (or NULL) at
    most `max_sequences`, costs finite, at least 0 and never -0.0. */
 PEKOE_EXPORT int32_t pekoe_joint_plan(int64_t n, const int64_t *lengths, const double *costs, const int64_t *counts,
@@ -297,7 +396,7 @@ PEKOE_EXPORT int32_t pekoe_joint_plan(int64_t n, const int64_t *lengths, const d
         p.fitted = bins + 2 * n;
         p.order = order;
         sort_items(&p, keys, order + n);
-        int64_t found = fewest_steps(&p);
+        int64_t found = find_levels(&p) ? fewest_steps(&p) : PEKOE_NO_MEMORY;
         if (found > 0) {
             placement b;
             *num_steps = found;
@@ -309,5 +408,6 @@ PEKOE_EXPORT int32_t pekoe_joint_plan(int64_t n, const int64_t *lengths, const d
     free(bins);
     free(order);
     free(keys);
+    free(p.levels);
     return status;
 }
