@@ -5,7 +5,6 @@ Signatures and meaning are those of `reference.py`.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +16,21 @@ from torch import Tensor
 from pekoe.kernels.logprob import tiles
 from pekoe.kernels.logprob.tiles import Epilogue, Slopes, Statistics, runs
 from pekoe.kernels.logprob.torch_tiles import TorchEpilogue
-from pekoe.kernels.native.native_library import native_library, pointer
+from pekoe.kernels.native.native_library import POINTER, REAL, SIZE, NativeFunctions, pointer
 
 SHARED_ELEMENTS = 1 << 18
 """Logits of a tile that is worth a second thread (65 µs of one)."""
 
-P, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-SIGNATURES = {
-    "statistics": (P, SIZE, SIZE, SIZE, P, SIZE, REAL, SIZE, P, P, P, P),
-    "gradient": (P, SIZE, SIZE, SIZE, P, SIZE, REAL, P, P, P, P, P, SIZE),
-}
+FUNCTIONS = NativeFunctions(
+    {
+        "logprob_statistics": (
+            POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, REAL, SIZE, POINTER, POINTER, POINTER, POINTER
+        ),
+        "logprob_gradient": (
+            POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, REAL, POINTER, POINTER, POINTER, POINTER, POINTER, SIZE
+        ),
+    }
+)  # fmt: skip
 
 
 class NativeEpilogue:
@@ -40,7 +44,7 @@ class NativeEpilogue:
     ) -> None:
         def work(rows: slice) -> None:
             part, found = tile[rows], known.of(rows)
-            _function("statistics")(
+            FUNCTIONS["logprob_statistics"](
                 part.data_ptr(), *part.shape, part.stride(0), pointer(targets[rows]), first, temperature,
                 moments, pointer(found.maximum), pointer(found.total), pointer(found.moment), pointer(found.picked),
             )  # fmt: skip
@@ -52,20 +56,13 @@ class NativeEpilogue:
     ) -> None:
         def work(rows: slice) -> None:
             part, written, found = tile[rows], out[rows], slopes.of(rows)
-            _function("gradient")(
+            FUNCTIONS["logprob_gradient"](
                 part.data_ptr(), *part.shape, part.stride(0), pointer(targets[rows]), first, temperature,
                 pointer(found.maximum), pointer(found.a), pointer(found.b), pointer(found.c),
                 written.data_ptr(), written.stride(0),
             )  # fmt: skip
 
         _share(work, tile)
-
-
-@cache
-def _function(name: str) -> ctypes._NamedFuncPointer:
-    function = getattr(native_library(), f"pekoe_logprob_{name}")
-    function.argtypes, function.restype = SIGNATURES[name], None
-    return function  # type: ignore[no-any-return]
 
 
 def _share(work: Callable[[slice], None], tile: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""Loads the native library and gives pointers to arrays."""
+"""Loads the native library, gives its functions, and pointers to arrays for them."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 FILE = "_pekoe_native.abi3.so"
 VARIABLE = "PEKOE_NATIVE_LIBRARY"
 """Another library in the place of the one that was installed; for tests."""
+POINTER, SIZE, FLAG, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
+"""Types of arguments."""
 AGAIN = "install Pekoe again (in a checkout: scripts/setup_venv.sh)"
 REMEDY = f"install a C compiler (Debian: apt-get install gcc libc6-dev) and {AGAIN}"
 
@@ -30,6 +33,21 @@ def native_library() -> ctypes.CDLL:
     if not _is_built_of(library, source_digest(Path(__file__).parent)):
         raise OSError(f"{path} was built of other sources than those beside it: {AGAIN}")
     return library
+
+
+class NativeFunctions(dict[str, Any]):
+    """Functions of the library by their names without `pekoe_`, each loaded when it is first asked for. `signatures`
+    has the types of their arguments, `result` that of what all of them return (None: nothing)."""
+
+    def __init__(self, signatures: Mapping[str, tuple[Any, ...]], result: Any = None) -> None:
+        super().__init__()
+        self._signatures, self._result = signatures, result
+
+    def __missing__(self, name: str) -> Any:
+        function = getattr(native_library(), f"pekoe_{name}")
+        function.argtypes, function.restype = self._signatures[name], self._result
+        self[name] = function
+        return function
 
 
 def source_digest(folder: Path) -> str:

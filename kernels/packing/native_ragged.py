@@ -6,35 +6,26 @@ Legend: B sequences, T tokens of a row, M tokens laid end to end.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pekoe.kernels.boundaries import checked_boundaries, is_tensor, on_host
-from pekoe.kernels.native.native_library import native_library, pointer
+from pekoe.kernels.native.native_library import POINTER, SIZE, NativeFunctions, pointer
 from pekoe.kernels.packing.reference_ragged import does_not_fit
 
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
-SIGNATURES = {
-    "pekoe_pack": (POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE, POINTER),
-    "pekoe_unpack": (POINTER, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, SIZE, POINTER),
-    "pekoe_position_ids": (POINTER, SIZE, POINTER),
-    "pekoe_sequence_index": (POINTER, SIZE, POINTER),
-    "pekoe_zigzag": (POINTER, POINTER, SIZE, SIZE, POINTER, POINTER, POINTER),
-}
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    for name, arguments in SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, SIZE
-    return library
+FUNCTIONS = NativeFunctions(
+    {
+        "pack": (POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE, POINTER),
+        "unpack": (POINTER, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, SIZE, POINTER),
+        "position_ids": (POINTER, SIZE, POINTER),
+        "sequence_index": (POINTER, SIZE, POINTER),
+        "zigzag": (POINTER, POINTER, SIZE, SIZE, POINTER, POINTER, POINTER),
+    },
+    SIZE,
+)
 
 
 def pack(padded: Any, cu_seqlens: Any, starts: Any, num_tokens: int) -> Any:
@@ -44,7 +35,7 @@ def pack(padded: Any, cu_seqlens: Any, starts: Any, num_tokens: int) -> Any:
     num_sequences, length, *rest = source.shape
     width = _item_size(source) * math.prod(rest)
     out = _empty((num_tokens, *rest), source)
-    status = _library().pekoe_pack(
+    status = FUNCTIONS["pack"](
         source.data_ptr() if is_tensor(source) else source.ctypes.data, row_stride, length, width, pointer(bounds),
         None if begins is None else pointer(begins), num_sequences, pointer(out),
     )  # fmt: skip
@@ -60,7 +51,7 @@ def unpack(packed: Any, cu_seqlens: Any, starts: Any, max_length: int, fill: flo
     item = _item_size(source)
     pattern = source.new_full((1,), fill) if is_tensor(source) else np.full(1, fill, dtype=source.dtype)
     out = _empty((num_sequences, max_length, *rest), source)
-    status = _library().pekoe_unpack(
+    status = FUNCTIONS["unpack"](
         pointer(source), item * math.prod(rest), pointer(bounds), None if begins is None else pointer(begins),
         num_sequences, max_length, pointer(pattern), item, pointer(out),
     )  # fmt: skip
@@ -70,12 +61,12 @@ def unpack(packed: Any, cu_seqlens: Any, starts: Any, max_length: int, fill: flo
 
 def position_ids(cu_seqlens: Any, num_tokens: int) -> Any:
     """[M] int32."""
-    return _per_token(_library().pekoe_position_ids, cu_seqlens, num_tokens)
+    return _per_token(FUNCTIONS["position_ids"], cu_seqlens, num_tokens)
 
 
 def sequence_index(cu_seqlens: Any, num_tokens: int) -> Any:
     """[M] int32."""
-    return _per_token(_library().pekoe_sequence_index, cu_seqlens, num_tokens)
+    return _per_token(FUNCTIONS["sequence_index"], cu_seqlens, num_tokens)
 
 
 def zigzag_split(
@@ -85,7 +76,7 @@ def zigzag_split(
     share = int(padded[-1]) // num_ranks
     indices, positions = (np.empty((num_ranks, share), dtype=np.int32) for _ in range(2))
     inverse = np.empty(cu_seqlens[-1], dtype=np.int32)
-    status = _library().pekoe_zigzag(
+    status = FUNCTIONS["zigzag"](
         pointer(cu_seqlens), pointer(padded), len(cu_seqlens) - 1, num_ranks, pointer(indices), pointer(positions),
         pointer(inverse),
     )  # fmt: skip

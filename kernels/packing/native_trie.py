@@ -5,34 +5,30 @@ Legend: M tokens laid end to end, N nodes, Q blocks of nodes, P pairs of blocks.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pekoe.kernels.native.native_library import native_library, pointer
+from pekoe.kernels.native.native_library import POINTER, SIZE, NativeFunctions, pointer
 
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    library.pekoe_prefix_trie.argtypes = (POINTER, SIZE, POINTER, SIZE, POINTER, POINTER, POINTER, POINTER)
-    library.pekoe_block_map.argtypes = (POINTER, SIZE, SIZE, POINTER, POINTER, POINTER)
-    library.pekoe_prefix_trie.restype = library.pekoe_block_map.restype = SIZE
-    return library
+FUNCTIONS = NativeFunctions(
+    {
+        "prefix_trie": (POINTER, SIZE, POINTER, SIZE, POINTER, POINTER, POINTER, POINTER),
+        "block_map": (POINTER, SIZE, SIZE, POINTER, POINTER, POINTER),
+    },
+    SIZE,
+)
 
 
 def prefix_trie(tokens: npt.NDArray[Any], cu_seqlens: Int64) -> tuple[npt.NDArray[Any], Int32, Int32, Int32]:
     """Node tokens, positions, subtree ends [N], slots [M]."""
     nodes = np.empty_like(tokens)
     positions, ends, slots = (np.empty(len(tokens), dtype=np.int32) for _ in range(3))
-    count = _library().pekoe_prefix_trie(
+    count = FUNCTIONS["prefix_trie"](
         pointer(tokens), tokens.itemsize, pointer(cu_seqlens), len(cu_seqlens) - 1, pointer(nodes), pointer(positions),
         pointer(ends), pointer(slots),
     )  # fmt: skip
@@ -47,7 +43,7 @@ def block_map(subtree_end: Int32, block: int) -> tuple[Int64, Int32, npt.NDArray
     keys, full = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
     for is_count in (True, False):
         where = (None, None) if is_count else (pointer(keys), pointer(full))
-        if _library().pekoe_block_map(pointer(subtree_end), len(subtree_end), block, pointer(offsets), *where):
+        if FUNCTIONS["block_map"](pointer(subtree_end), len(subtree_end), block, pointer(offsets), *where):
             raise MemoryError(f"block map of {len(subtree_end)} nodes")
         if is_count:
             keys, full = np.empty(offsets[-1], dtype=np.int32), np.empty(offsets[-1], dtype=np.bool_)

@@ -6,29 +6,25 @@ Legend: M tokens laid end to end, S sequences.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from pekoe.kernels.boundaries import checked_boundaries
-from pekoe.kernels.native.native_library import native_library, pointer
+from pekoe.kernels.native.native_library import FLAG, POINTER, REAL, SIZE, NativeFunctions, pointer
 
-P, SIZE, REAL, FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int32
 SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
-
-
-@cache
-def _function(name: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
-    arguments = {
-        "gae_token": (P, P, P, P, SIZE, REAL, P, P, P, P),
-        "gae_turn": (P, P, P, P, FLAG, P, SIZE, REAL, P, P, P, P),
-        "discounted_sums": (P, P, P, SIZE, FLAG, P),
-        "segments": (P, P, P, SIZE, FLAG, P),
-    }
-    function = getattr(native_library(), f"pekoe_{name}_{SUFFIX[dtype]}")
-    function.argtypes, function.restype = arguments[name], None
-    return function  # type: ignore[no-any-return]
+ARGUMENTS = {
+    "gae_token": (POINTER, POINTER, POINTER, POINTER, SIZE, REAL, POINTER, POINTER, POINTER, POINTER),
+    "gae_turn": (
+        POINTER, POINTER, POINTER, POINTER, FLAG, POINTER, SIZE, REAL, POINTER, POINTER, POINTER, POINTER
+    ),
+    "discounted_sums": (POINTER, POINTER, POINTER, SIZE, FLAG, POINTER),
+    "segments": (POINTER, POINTER, POINTER, SIZE, FLAG, POINTER),
+}  # fmt: skip
+FUNCTIONS = NativeFunctions(
+    {f"{name}_{suffix}": arguments for name, arguments in ARGUMENTS.items() for suffix in SUFFIX.values()}
+)
 
 
 def gae(
@@ -53,9 +49,9 @@ def gae(
         pointer(returns),
     )  # fmt: skip
     if turns is None:
-        _function("gae_token", rewards.dtype)(pointer(rewards), _maybe(values), pointer(mask), *rest)
+        FUNCTIONS[f"gae_token_{SUFFIX[rewards.dtype]}"](pointer(rewards), _maybe(values), pointer(mask), *rest)
     else:
-        run = _function("gae_turn", rewards.dtype)
+        run = FUNCTIONS[f"gae_turn_{SUFFIX[rewards.dtype]}"]
         run(pointer(rewards), _maybe(values), pointer(mask), pointer(turns), turns.element_size(), *rest)
     return advantages, returns
 
@@ -65,7 +61,7 @@ def discounted_sums(values: Tensor, decay: Tensor, cu_seqlens: Tensor, from_left
     bounds = checked_boundaries(cu_seqlens, len(values))
     values, decay = values.contiguous(), decay.contiguous()
     out = torch.empty_like(values)
-    run = _function("discounted_sums", values.dtype)
+    run = FUNCTIONS[f"discounted_sums_{SUFFIX[values.dtype]}"]
     run(pointer(values), pointer(decay), pointer(bounds), len(bounds) - 1, from_left, pointer(out))
     return out
 
@@ -84,7 +80,7 @@ def _reduced(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor, is_mean: b
     bounds = checked_boundaries(cu_seqlens, len(values))
     values, mask = values.contiguous(), None if mask is None else mask.contiguous()
     out = values.new_empty(len(bounds) - 1)
-    run = _function("segments", values.dtype)
+    run = FUNCTIONS[f"segments_{SUFFIX[values.dtype]}"]
     run(pointer(values), _maybe(mask), pointer(bounds), len(bounds) - 1, is_mean, pointer(out))
     return out
 
