@@ -57,11 +57,6 @@ def shared_rows(tokens: Integers, cu_seqlens: Integers, groups: Integers, shorte
     return found
 
 
-def num_computed(runs: Sequence[SharedRows], lengths: Integers) -> int:
-    """Tokens that a model runs on."""
-    return int(np.sum(lengths)) - sum(run.saved for run in runs)
-
-
 def _cut(first: int, alike: Sequence[int]) -> list[SharedRows]:
     """Rows from `first` on, of which neighbours share `alike` tokens each, in runs that save most."""
     best = [0]

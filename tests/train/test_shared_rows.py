@@ -14,7 +14,7 @@ from pekoe.pipeline.records import common_prefix
 from pekoe.pipeline.train.engines.batch_tensors import batch_tensors
 from pekoe.pipeline.train.engines.isolation import pack_tokens
 from pekoe.pipeline.train.engines.shared_prefix import shared_layout
-from pekoe.pipeline.train.shared_rows import SHORTEST, num_computed, shared_rows
+from pekoe.pipeline.train.shared_rows import SHORTEST, shared_rows
 from pekoe.pipeline.train.sharing_figures import TokenWork, sharing_figures
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_runs_hold_every_row_in_order_and_save_most(rows, shortest):
         assert len(set(groups[run.first : run.end].tolist())) == 1
         assert all(run.length < bounds[row + 1] - bounds[row] for row in range(run.first, run.end))
         assert (run.length == 0) == (run.end - run.first == 1)
-    assert len(tokens) - num_computed(runs, np.diff(bounds)) == most_saved(tokens, bounds, groups, shortest)
+    assert sum(run.saved for run in runs) == most_saved(tokens, bounds, groups, shortest)
 
 
 def test_common_prefix_leaves_the_last_token():
