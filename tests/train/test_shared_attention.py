@@ -147,3 +147,16 @@ def test_strided_inputs_and_gradients_are_taken_as_models_give_them():
         found.append((out, *torch.autograd.grad(out.flatten()[::3].square().sum(), inputs)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
+
+
+def test_values_may_be_of_another_size_than_keys():
+    packed, whole = layout(RUNS["uneven"])
+    torch.manual_seed(3)
+    query, key, value = (
+        torch.randn(1, heads, packed.bounds[-1], size, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, SIZE // 2))
+    )
+    out = sdpa_attention(nn.Module(), query, key, value, None, packed_sequences=packed)[0]
+    padded = torch.cat([value, torch.zeros_like(value)], dim=-1)
+    torch.testing.assert_close(out, wanted(query, key, padded, whole, None)[..., : SIZE // 2], atol=1e-12, rtol=1e-12)
+    assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(out.square().sum(), (query, key, value)))

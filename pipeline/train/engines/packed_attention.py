@@ -151,8 +151,8 @@ def sdpa_attention(
         )
     window = sliding_window if sliding_window is not None and packed.max_keys > sliding_window else None
     if packed.shares:
-        plain = window is None and not dropout and query.device.type == "cpu"
-        if plain:
+        alike = query.shape[-1] == value.shape[-1]
+        if window is None and not dropout and alike and query.device.type == "cpu":
             out = attend_merged(packed.runs, query, key, value, scaling)
         else:
             out = attend_masked(packed.runs, query, key, value, dropout, scaling, window)

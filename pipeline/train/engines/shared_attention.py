@@ -38,7 +38,7 @@ class Run:
 
 
 def attend_merged(runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """`query` [1, H, T, D], `key` and `value` [1, G, T, D] of a CPU -> [1, H, T, D]; no dropout."""
+    """`query` [1, H, T, D], `key` and `value` [1, G, T, D] of a CPU -> [1, H, T, D]; no dropout, one head size."""
     out: Tensor = _Merged.apply(query, key, value, tuple(runs), scaling)  # type: ignore[no-untyped-call]
     return out
 
@@ -52,7 +52,8 @@ def attend_masked(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """As `attend_merged` on any device, with dropout or a sliding window: a mask for each length of a response."""
+    """As `attend_merged` on any device, with dropout, a sliding window or values of another size: a mask for each
+    response."""
     lengths = [end - start for run in runs for start, end in (run.prompt, *run.responses)]
     queries, keys, values = (whole.split_with_sizes(lengths, dim=2) for whole in (query, key, value))
     pieces, place = [], 0
