@@ -21,7 +21,7 @@ from pekoe.pipeline.train.engines.hf_folder import (
     parameters_on_meta,
     plan_shards,
 )
-from pekoe.pipeline.train.engines.isolation import check_isolation, pack_tokens
+from pekoe.pipeline.train.engines.isolation import check_isolation, check_sharing, pack_tokens
 from pekoe.pipeline.train.engines.learning_rate import learning_rate
 from pekoe.pipeline.train.engines.packed_attention import SHORT, PackedSequences, choose_attention, sdpa_attention
 
@@ -213,3 +213,41 @@ def test_isolation_check_tells_leaks_from_isolation():
         check_isolation(lambda batches, _: token_sums(batches, leak=True), 50, torch.float32, seed=1)
     with pytest.raises(RuntimeError, match="no effect"):
         check_isolation(lambda batches, _: [torch.zeros(b.num_tokens) for b in batches], 50, torch.float32, seed=1)
+
+
+def shared_sums(fault, by):
+    """A forward pass that is wrong by `by` where sequences share a prompt, at some of their tokens [M]."""
+
+    def forward(batches, _):
+        found = token_sums(batches, leak=False)
+        for batch, sums in zip(batches, found, strict=True):
+            if len(set(batch.groups.tolist())) == 1:
+                sums += by * fault(batch)
+        return found
+
+    return forward
+
+
+def one_token(batch):
+    return torch.arange(batch.num_tokens) == 30
+
+
+def responses(batch):
+    return torch.from_numpy(batch.position_ids >= 20)
+
+
+def last_rows_after_the_first(batch):
+    return (torch.arange(batch.num_tokens) > 50) * int(batch.tokens[20])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharing_check_tells_faults_from_rounding(dtype):
+    """In half precision a single token may be far off: real models have such."""
+    rounding = 0.7 if dtype == torch.bfloat16 else 9e-4
+    check_sharing(shared_sums(one_token, rounding), 50, dtype, seed=1)
+    with pytest.raises(RuntimeError, match="share a prompt differ by"):
+        check_sharing(shared_sums(responses, 1.5 * rounding), 50, dtype, seed=1)
+    with pytest.raises(RuntimeError, match="share a prompt see each other"):
+        check_sharing(shared_sums(last_rows_after_the_first, 1e-5), 50, dtype, seed=1)
+    with pytest.raises(RuntimeError, match="differ by nan"):
+        check_sharing(shared_sums(one_token, torch.nan), 50, dtype, seed=1)

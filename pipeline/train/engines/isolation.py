@@ -15,6 +15,11 @@ Forward = Callable[[Sequence[PackedBatch], float], list[torch.Tensor]]
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest difference of log-probs between a sequence alone and packed: kernels may round differently."""
 
+MEAN_TOLERANCE = {torch.bfloat16: 0.2}
+"""Largest mean difference where a prompt is shared, in the place of `TOLERANCE`: attention in two parts rounds in
+another way in every layer, and single tokens are then far off (a hidden state that is an outlier, another expert). A
+model that does not see the prompt is off by 1 in the mean."""
+
 LENGTHS = ((7, 12, 5), (6, 80, 9))
 """Two packs of three sequences: attention may treat short and long ones differently."""
 SHARED = 20, (7, 90, 1, 48)
@@ -38,8 +43,8 @@ def check_sharing(forward: Forward, vocab_size: int, dtype: torch.dtype, seed: i
     """Raises RuntimeError when rows that share a prompt have other log-probs than by themselves, or see each other.
 
     As `check_isolation`, of an engine that shares prefixes: rows of one group against the same rows as groups of their
-    own; and with another response in place of the first, which the others must not notice. Three passes over at most
-    206 tokens.
+    own, in half precision by their mean; and with another response in place of the first, which the others must not
+    notice. Three passes over at most 226 tokens.
     """
     generator = np.random.default_rng(seed)
 
@@ -52,11 +57,13 @@ def check_sharing(forward: Forward, vocab_size: int, dtype: torch.dtype, seed: i
     apart = pack_tokens(rows)
     together, changed = (replace(pack_tokens(one), groups=apart.groups * 0) for one in (rows, [other, *rows[1:]]))
     wanted, found, without = forward([apart, together, changed], 1.0)
-    gap = float((wanted - found).abs().max())
-    if not gap <= TOLERANCE[dtype]:
+    gaps = (wanted - found).abs()
+    by_mean = dtype in MEAN_TOLERANCE
+    gap, allowed = float(gaps.mean() if by_mean else gaps.max()), (MEAN_TOLERANCE if by_mean else TOLERANCE)[dtype]
+    if not gap <= allowed:
         raise RuntimeError(
-            f"log-probs of sequences that share a prompt differ by {gap:.3g} from those of each by itself (allowed "
-            f"{TOLERANCE[dtype]}): this model cannot be trained with actor.enable_tree_training"
+            f"log-probs of sequences that share a prompt differ by {gap:.3g}{' in the mean' if by_mean else ''} from "
+            f"those of each by itself (allowed {allowed}): this model cannot be trained with actor.enable_tree_training"
         )
     leak = float((found[len(rows[0]) :] - without[len(rows[0]) :]).abs().max())
     if not leak <= 1e-6:
