@@ -39,7 +39,6 @@ def plan_batch(
     max_sequences: int | None = None,
     minibatches: int = 1,
     granularity: int = 1,
-    keep_together: bool = False,
     shared_tokens: Lengths | None = None,
     max_together: int | None = None,
 ) -> Assignment:
@@ -51,15 +50,13 @@ def plan_batch(
     largest first. Ties go to the lower row, so equal input gives an equal plan. Raises ValueError naming the row (or
     rows) that exceed the budget.
 
-    With `keep_together` the minibatches hold the same rows as without. In each of them a unit then is as many rows of
-    one group in a row as fit into a micro-batch: a group whose rows follow each other is one unit, or, over the budget,
-    is cut into the fewest. `shared_tokens` says of each row how many of its tokens the unit holds only once (the
-    prompt): a unit counts sum(lengths - shared_tokens) + max(shared_tokens) tokens. `max_together` is the most rows of
-    such a unit.
+    With `shared_tokens` the minibatches hold the same rows as without, and rows of a group are kept together: a unit
+    then is as many of them in a row as fit into a micro-batch, so that a group whose rows follow each other is one, or,
+    over the budget, is cut into the fewest. `shared_tokens` says of each row how many of its tokens the unit holds only
+    once (the prompt): a unit counts sum(lengths - shared_tokens) + max(shared_tokens) tokens. `max_together` is the
+    most rows of such a unit.
     """
     lengths, groups = np.asarray(lengths, dtype=np.int64), np.asarray(groups)
-    if shared_tokens is not None and not keep_together:
-        raise ValueError("shared_tokens: not allowed without keep_together")
     shared = np.zeros_like(lengths) if shared_tokens is None else np.asarray(shared_tokens, dtype=np.int64)
     if max_sequences is not None and max_sequences < granularity:
         raise ValueError(f"max_sequences_per_mb: {max_sequences} is below granularity {granularity}")
@@ -70,7 +67,7 @@ def plan_batch(
     for chosen in _cut_minibatches(units.groups, whole, minibatches):
         rows = (chosen[:, None] * granularity + np.arange(granularity)).ravel()
         part = _Units(units.groups[chosen], units.tokens[chosen], units.num_rows[chosen])
-        if keep_together:
+        if shared_tokens is not None:
             part = _joined(part, (lengths - shared)[rows], shared[rows], max_tokens, most)
         placed = joint_plan(part.tokens, ranks, max_tokens, max_sequences, counts=part.num_rows)
         places = np.repeat(placed.rank * placed.num_micro_steps + placed.micro_step, part.num_rows)

@@ -40,7 +40,6 @@ def plan_shared(
             max_sequences,
             minibatches,
             granularity,
-            keep_together=True,
             shared_tokens=shared,
             max_together=size,
         )

@@ -158,7 +158,6 @@ def test_groups_stay_together(batch, ranks, minibatches, budget, max_sequences):
         max_sequences,
         minibatches,
         granularity,
-        keep_together=True,
         shared_tokens=shared,
     )
     np.testing.assert_array_equal(rows_of(plan), np.arange(len(lengths)))
@@ -181,19 +180,17 @@ def test_groups_stay_together(batch, ranks, minibatches, budget, max_sequences):
 
 def test_a_group_over_the_budget_is_cut_into_runs_of_rows():
     lengths, groups = np.array([40, 40, 40, 40, 40, 15]), np.array([0, 0, 0, 0, 0, 1])
-    plan = plan_batch(lengths, groups, 1, 100, keep_together=True)
+    plan = plan_batch(lengths, groups, 1, 100, shared_tokens=np.zeros(6, int))
     assert sorted(tuple(piece) for piece in plan[0][0]) == [(0, 1), (2, 3), (4, 5)]
     # The first 30 tokens are held once: 30 + 5 * 10 + 15 fit together.
-    plan = plan_batch(lengths, groups, 1, 100, keep_together=True, shared_tokens=np.array([30] * 5 + [0]))
+    plan = plan_batch(lengths, groups, 1, 100, shared_tokens=np.array([30] * 5 + [0]))
     assert [list(piece) for piece in plan[0][0]] == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_shared_tokens_that_cannot_be_are_named():
-    with pytest.raises(ValueError, match="shared_tokens: not allowed without keep_together"):
-        plan_batch(np.array([3]), np.zeros(1), 1, 100, shared_tokens=np.array([1]))
     with pytest.raises(ValueError, match="shared_tokens: row 1 shares 5 of 4 tokens"):
-        plan_batch(np.array([3, 4]), np.zeros(2), 1, 100, keep_together=True, shared_tokens=np.array([1, 5]))
-    assert plan_batch(np.zeros(0, int), np.zeros(0, int), 2, 100, keep_together=True) == [[], []]
+        plan_batch(np.array([3, 4]), np.zeros(2), 1, 100, shared_tokens=np.array([1, 5]))
+    assert plan_batch(np.zeros(0, int), np.zeros(0, int), 2, 100, shared_tokens=np.zeros(0, int)) == [[], []]
 
 
 def test_ranks_wait_little_for_each_other():
