@@ -64,6 +64,8 @@ def logits_logprobs(
     _check_temperature(temperature)
     if logits.dim() != 2:
         raise ValueError(f"logits: a shape of {tuple(logits.shape)} is not allowed; [K, V]")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: {chunk_rows} is not allowed; at least 1")
     _check_targets(targets, len(logits))
     checked = torch.ops.pekoe.logprob_targets(targets, logits.shape[1])
     elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS_ELSEWHERE

@@ -151,7 +151,7 @@ def _at_least_one(name: str, value: int | None) -> int:
 
 
 def _check_fits(sizes: Int64, limit: int, name: str, granularity: int = 1, what: str = "tokens") -> None:
-    if sizes.max(initial=0) <= limit:
+    if not (sizes > limit).any():
         return
     item = int(np.argmax(sizes > limit))
     rows = (

@@ -69,12 +69,13 @@ def block_map(trie: Trie | Any, block: int) -> BlockMap:
     if is_tensor(ends):
         found = block_map(ends.numpy(), block)
         return BlockMap(*_tensors(found.offsets, found.keys, found.is_full))
-    array = np.ascontiguousarray(ends, dtype=np.int32)
+    array = np.asarray(ends)
     outside = (array <= np.arange(len(array))) | (array > len(array))
     if outside.any():
         node = int(np.flatnonzero(outside)[0])
         raise ValueError(f"subtree_end: {array[node]} of node {node} is not allowed; {node + 1} to {len(array)}")
-    return BlockMap(*kernel("packing.block_map")(array, block))
+    whole = np.ascontiguousarray(array, dtype=np.int32)
+    return BlockMap(*kernel("packing.block_map")(whole, min(block, max(1, len(whole)))))
 
 
 def _tensors(*arrays: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from pekoe.kernels.boundaries import checked_boundaries, is_tensor, on_host
+from pekoe.kernels.boundaries import LARGEST, checked_boundaries, is_tensor, on_host
 from pekoe.kernels.registry import kernel
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def pack_fields(
 
 
 def _pack_array(padded: Any, bounds: npt.NDArray[np.int64], starts: Any, name: str = "padded") -> Array:
-    array = np.asarray(padded)
+    array = _numbers(name, padded)
     if array.ndim < 2 or len(array) != len(bounds) - 1:
         raise ValueError(f"{name}: {array.shape} is not allowed; [B, T, ...] of {len(bounds) - 1} lengths")
     result: Array = kernel("packing.pack")(array, bounds, _starts(starts, len(array)), int(bounds[-1]))
@@ -83,7 +83,7 @@ def unpack(packed: Any, cu_seqlens: Any, max_length: int | None = None, fill: fl
         from pekoe.kernels.packing import torch_ragged
 
         return torch_ragged.unpack(packed, cu_seqlens, max_length, fill, starts)
-    array = np.asarray(packed)
+    array = _numbers("packed", packed)
     if not array.ndim:
         raise ValueError("packed: a single number is not allowed; [M, ...]")
     bounds = checked_boundaries(cu_seqlens, len(array))
@@ -125,12 +125,23 @@ def _per_token(operation: str, cu_seqlens: Any, num_tokens: int | None) -> Any:
 
 
 def boundaries_of(lengths: Any) -> npt.NDArray[np.int64]:
-    """[S+1] int64 of `lengths` [S], which are on the host. ValueError naming a length below 0."""
+    """[S+1] int64 of `lengths` [S], which are on the host. ValueError naming a length below 0, or a sum that is not an
+    int32."""
     found = on_host(lengths, "lengths")
     if (found < 0).any():
         row = int(np.flatnonzero(found < 0)[0])
         raise ValueError(f"lengths: {found[row]} of sequence {row} is not allowed; 0 or more")
+    total = found.sum(dtype=np.float64)
+    if total > LARGEST:
+        raise ValueError(f"lengths: {total:.0f} tokens are not allowed; up to {LARGEST}")
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(found)])
+
+
+def _numbers(name: str, array: Any) -> Array:
+    found = np.asarray(array)
+    if found.dtype.hasobject:
+        raise ValueError(f"{name}: {found.dtype} is not allowed; a dtype of a fixed size")
+    return found
 
 
 def _starts(starts: Any, num_sequences: int) -> npt.NDArray[np.int64] | None:

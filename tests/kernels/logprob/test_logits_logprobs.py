@@ -71,6 +71,12 @@ def test_bfloat16_logits_give_float32_and_a_bfloat16_gradient():
     assert logits.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("rows", [0, -1])
+def test_chunks_without_rows_are_refused(rows):
+    with pytest.raises(ValueError, match=rf"chunk_rows: {rows} is not allowed; at least 1"):
+        logits_logprobs(torch.zeros(2, 3), torch.tensor([0, 2]), chunk_rows=rows)
+
+
 def test_temperature_zero_is_refused():
     with pytest.raises(ValueError, match="temperature"):
         logits_logprobs(torch.zeros(1, 2), torch.tensor([0]), 0.0)

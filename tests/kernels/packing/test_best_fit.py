@@ -92,6 +92,9 @@ def test_what_holds_the_lengths_does_not_matter(kind: str) -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"capacity: item 1 has 101 tokens, more than 100"):
         best_fit([3, 101, 200], 100)
+    with pytest.raises(ValueError, match=r"capacity: item 0 has 0 tokens, more than -1"):
+        best_fit([0], -1)
+    assert best_fit([], -1).tolist() == []
     with pytest.raises(ValueError, match=r"lengths: item 2 is -1; allowed: at least 0"):
         best_fit([3, 1, -1], 100)
     with pytest.raises(ValueError, match=r"lengths: float64 is not allowed; allowed: whole numbers"):

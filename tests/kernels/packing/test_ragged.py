@@ -140,6 +140,10 @@ def test_what_does_not_fit_is_named():
         (lambda: pack(x, [1, -1]), "lengths: -1 of sequence 1"),
         (lambda: pack(x, [1]), r"padded: \(2, 3\)"),
         (lambda: pack(x, [1.5, 1]), "lengths: float64"),
+        (lambda: cumulative([2**31]), "lengths: 2147483648 tokens are not allowed; up to 2147483647"),
+        (lambda: cumulative([2**62] * 4), "lengths: 18446744073709551616 tokens"),
+        (lambda: pack(x.astype(object), [1, 1]), "padded: object is not allowed"),
+        (lambda: unpack(x.astype(object), [0, 2]), "packed: object is not allowed"),
         (lambda: pack(x, [1, 1], [0]), "starts: 1 entries"),
         (lambda: pack(torch.zeros(2, 3), [3, 4]), "sequence 1: tokens 0 to 4"),
         (lambda: pack(torch.zeros(2, 3), [1, 1], num_tokens=3), "the last entry is 2 where there are 3"),
@@ -236,12 +240,19 @@ def test_a_block_map_of_plain_sequences():
     assert blocks.is_full.tolist() == [False, True, False, False, True, False]
 
 
+@pytest.mark.parametrize("block", [3, 2**63 - 1, 2**70])
+def test_a_block_may_be_larger_than_all_nodes(block):
+    found = block_map(np.array([3, 2, 3]), block)
+    assert (found.offsets.tolist(), found.keys.tolist(), found.is_full.tolist()) == ([0, 1], [0], [False])
+
+
 def test_wrong_tries_are_named():
     for call, said in (
         (lambda: prefix_trie(np.zeros(2), [0, 2]), "tokens: float64"),
         (lambda: prefix_trie(np.zeros(2, np.int64), [0, 1]), "the last entry is 1"),
         (lambda: block_map(np.array([1, 2]), 0), "block: 0"),
         (lambda: block_map(np.array([1, 3]), 1), "subtree_end: 3 of node 1"),
+        (lambda: block_map(np.array([1, 2**32 + 2]), 1), "subtree_end: 4294967298 of node 1"),
         (lambda: zigzag_split([0, 3], 0), "num_ranks: 0"),
     ):
         with pytest.raises(ValueError, match=said):
