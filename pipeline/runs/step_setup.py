@@ -74,13 +74,17 @@ def build_step(
     return TrainingStep(config, parts, num_steps)
 
 
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What models' configurations call it."""
+
+
 def token_work(config: RunConfig, engine: TrainEngine) -> TokenWork:
     """Of the policy, by its configuration and its matrices; of experts those that a token goes to."""
     from transformers import AutoConfig
 
     facts: Any = AutoConfig.from_pretrained(config.actor.path).get_text_config()
-    chosen, experts = getattr(facts, "num_experts_per_tok", None), getattr(facts, "num_experts", None)
-    share = chosen / experts if chosen and experts else 1.0
+    experts = next((number for name in NUM_EXPERTS if (number := getattr(facts, name, None))), None)
+    share = facts.num_experts_per_tok / experts if experts else 1.0
     weights = 0.0
     for spec in engine.weight_specs():
         if len(spec.shape) > 1 and not any(part in spec.name for part in ("embed", "lm_head")):
