@@ -161,6 +161,14 @@ def test_a_model_that_changes_its_logits_is_computed_by_them_and_the_log_says_so
     assert "it changes the logits" in said
 
 
+def test_large_logits_in_half_precision_are_rounded_and_not_another_models(folder, tmp_path):
+    """Up to some hundreds, where neighbours in bfloat16 are 2 apart."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    model.lm_head.weight.data *= 60
+    model.save_pretrained(tmp_path)
+    assert not build(tmp_path, "bfloat16")._head.by_logits
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the most elements that any operation gave."""
 
