@@ -17,7 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pekoe.kernels.logprob.tiles import WEIGHTLESS, Four, wide_dtype
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(maximum, total, moment, picked) of rows, or (maximum, a, b, c): [K] each."""
+
+WEIGHTLESS = -1e4
+"""q whose exp is 0 in every precision: what -inf is taken for where it is a factor beside a weight of 0."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products and sums are made in: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

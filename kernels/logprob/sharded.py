@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pekoe.kernels.logprob.logprob import check_arguments
-from pekoe.kernels.logprob.tiles import Four
+from pekoe.kernels.logprob.reference import Four
 from pekoe.kernels.logprob.torch_logprob import hidden_backward, outputs
 from pekoe.kernels.logprob.torch_tiles import lowered_by
 

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pekoe.kernels.logprob.reference import Four, wide_dtype
+
 ROWS = 1024
 """Rows of a tile, at most."""
 ELEMENTS = 1 << 20
@@ -24,12 +26,6 @@ ELEMENTS_ELSEWHERE = 1 << 24
 """… and what fills an accelerator."""
 WIDENED_ELEMENTS = 1 << 21
 """Of the part of bfloat16 hidden states, or of such a weight, that is there in float32 (8 MiB)."""
-
-WEIGHTLESS = -1e4
-"""q whose exp is 0 in every precision: what -inf is taken for where it is a factor beside a weight of 0."""
-
-
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -85,11 +81,6 @@ class Epilogue(Protocol):
 ChooseEpilogue = Callable[[Tensor], Epilogue]
 """By the hidden states or the logits; with the first argument filled in, the functions below have the signatures of
 `reference.py`."""
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What products and sums are made in: float64 for float64, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _begin(num_rows: int, like: Tensor, sums_dtype: torch.dtype | None) -> Statistics:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pekoe.kernels.logprob.tiles import Four, wide_dtype
+from pekoe.kernels.logprob.reference import Four, wide_dtype
 from pekoe.kernels.registry import kernel
 from pekoe.kernels.torch_operators import add_operator
 

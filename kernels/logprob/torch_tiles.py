@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pekoe.kernels.logprob import tiles
-from pekoe.kernels.logprob.tiles import WEIGHTLESS, Epilogue, Slopes, Statistics
+from pekoe.kernels.logprob.reference import WEIGHTLESS
+from pekoe.kernels.logprob.tiles import Epilogue, Slopes, Statistics
 
 
 class TorchEpilogue:

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pekoe.kernels.logprob import torch_tiles
-from pekoe.kernels.logprob.tiles import Four, runs
+from pekoe.kernels.logprob.reference import Four
+from pekoe.kernels.logprob.tiles import runs
 
 TILE_ELEMENTS = 1 << 24
 """Logits that are there at a time: 64 MiB in float32."""
