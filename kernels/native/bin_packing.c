@@ -50,27 +50,12 @@ static int64_t set_next(const number_set *set, int64_t number) {
     return -1;
 }
 
-/* Bins with equal room are a leftist heap: the lowest number is its root, and right spines are short. */
-typedef struct {
-    int32_t left, right, spine;
-} node;
-
+/* Bins with equal room are a leftist heap whose root is the lowest number. */
 static int32_t join(node *nodes, int32_t a, int32_t b) {
     if (a < 0) return b;
     if (b < 0) return a;
-    if (b < a) {
-        int32_t other = a;
-        a = b;
-        b = other;
-    }
-    node *top = &nodes[a];
-    top->right = join(nodes, top->right, b);
-    if (top->left < 0 || nodes[top->left].spine < nodes[top->right].spine) {
-        int32_t other = top->left;
-        top->left = top->right;
-        top->right = other;
-    }
-    top->spine = top->right < 0 ? 1 : nodes[top->right].spine + 1;
+    if (b < a) return join(nodes, b, a);
+    set_right(nodes, a, join(nodes, nodes[a].right, b));
     return a;
 }
 
@@ -93,7 +78,7 @@ static int64_t fill(int64_t n, const int64_t *lengths, const int32_t *order, int
         if (++num_items[bin] >= max_items) continue;
         room -= lengths[item];
         int64_t found = set_next(rooms, room);
-        nodes[bin] = (node){-1, -1, 1};
+        nodes[bin] = LONE_NODE;
         heap_of_room[room] = found == room ? join(nodes, heap_of_room[room], bin) : bin;
         set_add(rooms, room);
     }

@@ -29,11 +29,6 @@ static int64_t level_of(const problem *p, int64_t number) {
     return low;
 }
 
-/* Leftist heap: its root comes first, and right spines are short. */
-typedef struct {
-    int32_t left, right, spine;
-} node;
-
 /* Memory of an attempt. */
 typedef struct {
     bin_load *active, *parked, *aside; /* parked: by falling room, the `load` is -room; aside: by number */
@@ -69,28 +64,18 @@ static int make_workspace(workspace *w, int64_t num_bins, int64_t num_levels) {
     return 1;
 }
 
+/* Bins that wait are a leftist heap whose root is the lightest. */
 static int32_t join_waiting(workspace *w, int32_t a, int32_t b) {
     if (a < 0) return b;
     if (b < 0) return a;
-    if (lighter(&w->aside[b], &w->aside[a])) {
-        int32_t other = a;
-        a = b;
-        b = other;
-    }
-    node *top = &w->nodes[a];
-    top->right = join_waiting(w, top->right, b);
-    if (top->left < 0 || w->nodes[top->left].spine < w->nodes[top->right].spine) {
-        int32_t other = top->left;
-        top->left = top->right;
-        top->right = other;
-    }
-    top->spine = top->right < 0 ? 1 : w->nodes[top->right].spine + 1;
+    if (lighter(&w->aside[b], &w->aside[a])) return join_waiting(w, b, a);
+    set_right(w->nodes, a, join_waiting(w, w->nodes[a].right, b));
     return a;
 }
 
 static void add_waiting(workspace *w, int64_t level, bin_load bin) {
     w->aside[bin.id] = bin;
-    w->nodes[bin.id] = (node){-1, -1, 1};
+    w->nodes[bin.id] = LONE_NODE;
     w->waiting[level] = join_waiting(w, w->waiting[level], bin.id);
 }
 

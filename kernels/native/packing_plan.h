@@ -116,4 +116,21 @@ static inline void empty_bins(bin_load *heap, int64_t n) {
     for (int64_t i = 0; i < n; i++) heap[i] = (bin_load){0.0, 0, (int32_t)i};
 }
 
+/* Leftist heaps of numbered nodes (-1: none): the root comes first by the order of whoever joins them, and right spines
+   are short. */
+typedef struct {
+    int32_t left, right, spine;
+} node;
+
+#define LONE_NODE ((node){-1, -1, 1})
+
+/* Two heaps joined: that of `top`, and `right`, which is what `top` had on its right joined with the other. */
+static inline void set_right(node *nodes, int32_t top, int32_t right) {
+    node *root = &nodes[top];
+    int shallow = root->left < 0 || nodes[root->left].spine < nodes[right].spine;
+    root->right = shallow ? root->left : right;
+    if (shallow) root->left = right;
+    root->spine = root->right < 0 ? 1 : nodes[root->right].spine + 1;
+}
+
 #endif
