@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pekoe.kernels.logprob.logprob import hidden_logprobs, logits_logprobs
-from pekoe.pipeline.train.engines.token_layout import TokenLayout
+from pekoe.pipeline.train.engines.token_layout import TokenLayout, read
 
 StandIn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """From hidden states [1, K, H], weight [V, H] and bias [V] to what the model takes for logits, [1, K, …]."""
@@ -53,8 +53,13 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [K] of `targets` [K] at the places `keep` [K] of a layout; logits [K, V] never exist."""
 
+    again: Tensor | None = None
+    if layout.slots is not None:
+        keep, again = torch.unique(keep, return_inverse=True)
+
     def stand_in(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found = hidden_logprobs(hidden[0], weight, targets, temperature, bias=bias, with_entropy=with_entropy)
+        asked = hidden[0] if again is None else read(hidden[0], again)
+        found = hidden_logprobs(asked, weight, targets, temperature, bias=bias, with_entropy=with_entropy)
         # Not a view: FSDP hangs its hooks for backward on what comes out.
         return torch.stack([one[None] for one in found], dim=-1)
 
