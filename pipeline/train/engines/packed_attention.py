@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from pekoe.kernels.packing.ragged import pack, unpack
 from pekoe.pipeline.train.engines.shared_attention import Run, attend_masked, attend_merged, bottom_right_mask
 
 NAMES = {"sdpa": "pekoe_packed_split", "flash": "pekoe_packed_varlen"}
@@ -59,12 +60,6 @@ class PackedSequences:
     @cached_property
     def max_length(self) -> int:
         return max(end - start for start, end in self.spans())
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """[T] where each token lies when every sequence is padded to `max_length`."""
-        rows = [torch.arange(end - start) + row * self.max_length for row, (start, end) in enumerate(self.spans())]
-        return torch.cat(rows).to(self.cu_seqlens.device)
 
     def spans(self) -> list[tuple[int, int]]:
         return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
@@ -202,17 +197,15 @@ def _attend_padded(
     scaling: float | None,
 ) -> Tensor:
     """[1, H, T, D], one call on [S, H, max_length, D]: padding on the right comes after every token that looks back."""
-    num_sequences, length = len(packed.bounds) - 1, packed.max_length
+    length, num_tokens = packed.max_length, packed.bounds[-1]
 
     def pad(flat: Tensor) -> Tensor:
-        _, heads, _, size = flat.shape
-        room = flat.new_zeros(num_sequences * length, heads, size).index_copy(0, packed.slots, flat[0].transpose(0, 1))
-        return room.view(num_sequences, length, heads, size).transpose(1, 2)
+        return unpack(flat[0].transpose(0, 1), packed.cu_seqlens, length).transpose(1, 2)
 
     out = scaled_dot_product_attention(
         pad(query), pad(key), pad(value), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
     )
-    return out.transpose(1, 2).flatten(0, 1)[packed.slots].transpose(0, 1)[None]
+    return pack(out.transpose(1, 2), packed.cu_seqlens.diff(), num_tokens=num_tokens).transpose(0, 1)[None]
 
 
 def flash_attention(
