@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-SHORTEST = 0.002
+SHORTEST = 0.02
 """Seconds that one measurement takes at least: faster functions are called several times."""
 
 

@@ -20,11 +20,13 @@ PEAK = Path(__file__).with_name("logprob_peak.py")
 
 
 def logprob_figures(quick: bool) -> dict[str, Any]:
-    """Hidden size and vocabulary are those of Qwen3-0.6B; quick: of SmolLM2."""
-    hidden_size, vocabulary = (576, 49_152) if quick else (1024, 151_936)
-    figures: dict[str, Any] = errors(hidden_size, 4 * hidden_size)
-    figures |= speeds(256, hidden_size, vocabulary, 3 if quick else 5)
-    return figures | memory(1024 if quick else 4096, hidden_size, vocabulary)
+    """Hidden size and vocabulary are those of SmolLM2-135M; unless quick, of Qwen3-0.6B, too, also for memory."""
+    small, large = (576, 49_152), (1024, 151_936)
+    figures: dict[str, Any] = errors(small[0], 4 * small[0])
+    figures |= speeds(256, *small, 3 if quick else 7)
+    if not quick:
+        figures |= {f"{name}_qwen3": value for name, value in speeds(256, *large, 3).items()}
+    return figures | (memory(1024, *small) if quick else memory(4096, *large))
 
 
 def material(tokens: int, hidden_size: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
