@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Backend, Store
 
+MMAP_BYTES = 1 << 20
+"""Memory of this size and more goes back to the system when it is freed. glibc raises the limit by itself up to 32 MiB
+and then keeps holes between tensors: at 8,192 tokens SmolLM2's update peaked 1.7 GiB above what it keeps, not 0.4."""
+
 
 class CpuDevice(Device):
     """Always there; every rank may share it."""
@@ -69,7 +73,10 @@ class CpuDevice(Device):
         return "sdpa"
 
     def environment_defaults(self, node_local_cache: str) -> dict[str, str]:
-        return super().environment_defaults(node_local_cache) | {"OMP_WAIT_POLICY": "PASSIVE"}
+        return super().environment_defaults(node_local_cache) | {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES),
+        }
 
     def process_group(self, store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Backend:
         from torch.distributed import ProcessGroupGloo

@@ -80,3 +80,9 @@ def test_cpu_memory_and_its_group():
         device.process_group(store, 0, 2, timedelta(seconds=0.5), "127.0.0.1")
     with pytest.raises(ValueError, match="no generator of its own"):
         device.set_rng_state(torch.get_rng_state())
+
+
+def test_ranks_on_processors_give_large_tensors_back_to_the_system() -> None:
+    """The size is read when a process starts; glibc's own limit grows, and with it the holes between tensors."""
+    assert choose("cpu").environment_defaults("/x")["MALLOC_MMAP_THRESHOLD_"] == str(1 << 20)
+    assert "MALLOC_MMAP_THRESHOLD_" not in choose("cuda").environment_defaults("/x")
