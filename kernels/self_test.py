@@ -30,6 +30,8 @@ from pekoe.kernels import registry
 from pekoe.kernels.registry import OPERATIONS, Implementation
 
 SEEDS = (1, 2, 3)
+GUARD = 64
+"""Entries on each side of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,18 @@ def results_of(function: Callable[..., Any], case: Case, device_type: str) -> li
 
 
 def _placed(value: Any, device_type: str, needs_gradient: bool) -> Any:
-    """A copy, so that no call sees what another one did to its arguments."""
+    """A copy, so that no call sees what another one did to its arguments. A tensor lies between NaN, or between the
+    largest whole numbers: who reads beside it gives another result."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if not hasattr(value, "detach"):
         return value
-    return value.detach().clone().to(device_type).requires_grad_(needs_gradient)
+    import torch
+
+    own, size = value.detach().to(device_type), value.numel()
+    poison = float("nan") if own.is_floating_point() else 1 if own.dtype == torch.bool else torch.iinfo(own.dtype).max
+    room = own.new_full((size + 2 * GUARD,), poison)
+    return room[GUARD : GUARD + size].view(own.shape).copy_(own).requires_grad_(needs_gradient)
 
 
 def _backward(results: Sequence[Any]) -> None:

@@ -132,7 +132,8 @@ def _costs(name: str, values: Any, num_rows: int | None = None) -> Float64:
     if wrong.any():
         item = int(np.argmax(wrong))
         raise ValueError(f"{name}: item {item} is {costs[item]}; allowed: finite and at least 0")
-    return costs + 0.0  # no -0.0, whose bits are those of a large number
+    # No -0.0, whose bits are those of a large number.
+    return costs + 0.0 if np.signbit(costs).any() else costs
 
 
 def _one_dimension(name: str, values: Any, num_rows: int | None) -> npt.NDArray[Any]:

@@ -208,3 +208,11 @@ def test_operators_keep_their_promises(dtype, with_bias):
     logits = hidden @ weight.T
     torch.library.opcheck(ops.logits_statistics, (logits, targets, 0.7, False, 3), test_utils=parts)
     torch.library.opcheck(ops.logits_gradient, (logits, targets, 0.7, four[0], g, h, g, 3), test_utils=parts)
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 16), (5, 3), (66, 8)])
+def test_a_vocabulary_of_152_thousand(num_rows, size):
+    """Sums of so many terms keep their digits, also those of few rows, which are not made in blocks."""
+    arguments = case(num_rows, size, 151_936)
+    for found, expected in zip(computed(arguments), exact(arguments), strict=True):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -191,3 +192,16 @@ def test_the_library_calls_nothing_whose_results_depend_on_the_machine() -> None
     linking = {"__cxa_finalize", "__gmon_start__", "__cpu_model", "__cpu_indicator_init", "__stack_chk_fail"}
     loose = {name for name in called if not name.startswith(("_ITM_", "__"))} - memory - linking
     assert loose <= {"sqrt", "sqrtf", "fmin", "fmax", "floor", "ceil"}, loose
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there are levels of the instruction set on x86-64 alone")
+def test_the_linker_chooses_among_three_copies_of_each_hot_function() -> None:
+    """IFUNC: the address is found when the library is loaded."""
+    command = ["readelf", "--wide", "--dyn-syms", native_library()._name]
+    table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    chosen = {line.split()[-1] for line in table.splitlines() if " IFUNC " in line}
+    assert chosen >= {
+        "pekoe_gae_token_f32", "pekoe_segments_f32", "pekoe_discounted_sums_f32", "pekoe_logprob_statistics",
+        "pekoe_logprob_gradient",
+    }  # fmt: skip

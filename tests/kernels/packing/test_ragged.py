@@ -153,3 +153,18 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=said):
             call()
+
+
+@pytest.mark.kernels
+def test_operators_keep_their_promises():
+    """Schemas, gradients registered, shapes and dtypes of results that are not computed, sizes that are not known."""
+    ops, cu = torch.ops.pekoe, torch.tensor([0, 3, 3, 7])
+    starts = torch.tensor([1, 5, 0])
+    padded = torch.randn(3, 5, 2, requires_grad=True)
+    packed = torch.randn(7, 2, requires_grad=True)
+    torch.library.opcheck(ops.pack, (padded, cu, None, 7))
+    torch.library.opcheck(ops.pack, (padded, cu, starts, 7))
+    torch.library.opcheck(ops.unpack, (packed, cu, None, 5, 0))
+    torch.library.opcheck(ops.unpack, (packed, cu, starts, 5, 1.5))
+    torch.library.opcheck(ops.position_ids, (cu, 7))
+    torch.library.opcheck(ops.sequence_index, (cu, 7))

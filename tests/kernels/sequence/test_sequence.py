@@ -251,3 +251,22 @@ def test_wrong_arguments_are_named():
         discounted_sums(ones, [0.5], cu)
     with pytest.raises(ValueError, match="mask: shape"):
         segment_sum(ones, cu, torch.ones(3))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_keep_their_promises(dtype):
+    """Schemas, gradients registered, shapes and dtypes of results that are not computed, sizes that are not known."""
+    ops, cu, numbers = torch.ops.pekoe, torch.tensor([0, 3, 3, 7]), torch.Generator().manual_seed(0)
+    values = torch.randn(7, dtype=dtype, generator=numbers)
+    mask = torch.tensor([0, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+    decay = torch.full((3,), 0.5, dtype=torch.float64)
+    turns = torch.tensor([0, 0, 1, 0, 0, 1, 1])
+    torch.library.opcheck(ops.gae, (values, values, mask, cu, 0.9, decay, None, None))
+    torch.library.opcheck(ops.gae, (values, None, mask, cu, 0.9, decay, turns, decay))
+    values = values.requires_grad_()
+    for from_left in (False, True):
+        torch.library.opcheck(ops.discounted_sums, (values, decay, cu, from_left))
+    for operator in (ops.segment_sum, ops.segment_mean):
+        torch.library.opcheck(operator, (values, mask, cu))
+        torch.library.opcheck(operator, (values, None, cu))

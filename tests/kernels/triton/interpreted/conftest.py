@@ -30,5 +30,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
+    assert torch.empty(9).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
