@@ -15,6 +15,7 @@ from logprob_peak import naive
 from torch import Tensor
 
 from pekoe.kernels.logprob.logprob import hidden_logprobs
+from pekoe.pipeline.algorithm.objectives.ppo import clipped_loss
 
 PEAK = Path(__file__).with_name("logprob_peak.py")
 
@@ -24,6 +25,7 @@ def logprob_figures(quick: bool) -> dict[str, Any]:
     small, large = (576, 49_152), (1024, 151_936)
     figures: dict[str, Any] = errors(small[0], 4 * small[0])
     figures |= speeds(256, *small, 3 if quick else 7)
+    figures["logprob_loss_share"] = loss_share(256, *small, 3)
     if not quick:
         figures |= {f"{name}_qwen3": value for name, value in speeds(256, *large, 3).items()}
     return figures | (memory(1024, *small) if quick else memory(4096, *large))
@@ -81,6 +83,26 @@ def speeds(tokens: int, hidden_size: int, vocabulary: int, rounds: int) -> dict[
         "logprob_bfloat16_over_gemm": seconds["half"] / seconds["half_gemm"],
         "logprob_bfloat16_over_naive": seconds["half_naive"] / seconds["half"],
     }
+
+
+def loss_share(tokens: int, hidden_size: int, vocabulary: int, rounds: int) -> float:
+    """What PPO's clipped loss on the log-probs [K] costs beside them, forward and backward: the most that a form with the
+    loss inside could save."""
+    hidden, weight, targets = material(tokens, hidden_size, vocabulary)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    old, advantages = hidden_logprobs(*leaves, targets)[0].detach(), torch.randn(tokens)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return clipped_loss((logprobs - old).exp(), advantages, 0.2, 0.28, 3.0).values.sum() / tokens
+
+    def logprobs_alone() -> None:
+        torch.autograd.grad(hidden_logprobs(*leaves, targets)[0].sum(), leaves)
+
+    given = old.clone().requires_grad_()
+    seconds = seconds_in_turns(
+        {"logprobs": logprobs_alone, "loss": lambda: torch.autograd.grad(loss(given), given)}, rounds
+    )
+    return seconds["loss"] / seconds["logprobs"]
 
 
 def memory(tokens: int, hidden_size: int, vocabulary: int) -> dict[str, float]:
