@@ -86,8 +86,8 @@ def speeds(tokens: int, hidden_size: int, vocabulary: int, rounds: int) -> dict[
 
 
 def loss_share(tokens: int, hidden_size: int, vocabulary: int, rounds: int) -> float:
-    """What PPO's clipped loss on the log-probs [K] costs beside them, forward and backward: the most that a form with the
-    loss inside could save."""
+    """What PPO's clipped loss on the log-probs [K] costs beside them, forward and backward: the most that a form with
+    the loss inside could save."""
     hidden, weight, targets = material(tokens, hidden_size, vocabulary)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     old, advantages = hidden_logprobs(*leaves, targets)[0].detach(), torch.randn(tokens)
