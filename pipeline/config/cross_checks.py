@@ -231,6 +231,7 @@ _CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     _check_names,
     *TASK_CHECKS,
     check_supervised_data,
+    _check_sharing,
     _check_evaluation,
     _check_heartbeats,
     _check_time_limit,
@@ -241,7 +242,6 @@ _SAMPLING_RUN_CHECKS: tuple[Callable[[RunConfig, Findings], None], ...] = (
     *SAMPLING_CHECKS,
     *OBJECTIVE_CHECKS,
     _check_batch,
-    _check_sharing,
     _check_rollout,
     _check_rollout_array,
 )

@@ -46,6 +46,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.setattr(registry, "OPERATIONS", operations)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(registry, "_why_no_launch", lambda device_type: None)  # there is no such device
     forget()
     yield operations
     forget()
@@ -212,3 +213,18 @@ def test_a_wrong_override_stops_a_configuration_before_anything_starts(monkeypat
         load_checked(Path(native_library.__file__).parents[2] / "configs" / "quickstart.yaml", [])
     monkeypatch.setenv(VARIABLE, "scan=native")
     load_checked(Path(native_library.__file__).parents[2] / "configs" / "quickstart.yaml", [])
+
+
+def test_triton_that_cannot_launch_is_passed_over_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine without such a device the trial fails for real, as it does without a compiler."""
+    monkeypatch.undo()
+    forget()
+    row, passed_over = registry.choice("packing.pack", "cuda", "")
+    assert row.name == "reference"
+    ((name, reason),) = passed_over
+    assert (name, reason.startswith("a kernel cannot be launched: ")) == ("triton", True)
+    with pytest.raises(KernelError, match=r"packing.pack=triton cannot be used here: a kernel cannot be launched: "):
+        registry.choice("packing.pack", "cuda", "packing.pack=triton")
+    forget()

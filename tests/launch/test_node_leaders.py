@@ -112,17 +112,33 @@ def test_a_silent_leader_is_judged_by_the_head_and_hides_nobody(tmp_path: Path) 
     assert gained[3] >= gained[2] + 3, "rank 3 tells of itself while its leader is silent"
 
 
-@pytest.mark.parametrize("pause", [1.8, 2.9, 4.9])
-def test_a_rank_that_stood_still_counts_only_the_time_in_which_it_looked(pause: float) -> None:
-    """Shorter than what makes it begin anew: the machine stalled, and nobody could send."""
+def judge(silence_seconds: float) -> Pulse:
+    """Of rank 1, which it heard at 99.5; its own last look was at 100."""
     pulse = Pulse.__new__(Pulse)
     state = SimpleNamespace(run=None)
     pulse.world = SimpleNamespace(  # type: ignore[assignment]
-        settings=WorldSettings(silence_seconds=3.0), hosts=("a", "a"), state=state, stacks_of=lambda ranks: {}
-    )
+        settings=WorldSettings(silence_seconds=silence_seconds), hosts=("a", "a"), state=state,
+        stacks_of=lambda ranks: {},
+    )  # fmt: skip
     pulse.duties = SimpleNamespace(is_deputy=False, judged=(1,))  # type: ignore[assignment]
-    pulse.newest, pulse._heard, pulse._looked = {}, {1: 99.5}, 100.0
+    pulse.newest, pulse._heard, pulse._spared, pulse._looked = {}, {1: 99.5}, {}, 100.0
+    return pulse
+
+
+@pytest.mark.parametrize("pause", [1.8, 2.9, 4.9])
+def test_a_rank_that_stood_still_counts_only_the_time_in_which_it_looked(pause: float) -> None:
+    """Shorter than what makes it begin anew: the machine stalled, and nobody could send."""
+    pulse = judge(3.0)
     for seconds in (pause, pause + 1.0):
         pulse._look_for_silence(100.0 + seconds)
     with pytest.raises(SilentRankError, match=r"rank 1 .* has sent no heartbeat"):
         pulse._look_for_silence(100.0 + pause + 2.0)
+
+
+def test_a_judge_that_is_always_late_still_finds_a_dead_rank() -> None:
+    """Within the limit and one pause."""
+    pulse = judge(60.0)
+    for now in range(109, 190, 9):
+        pulse._look_for_silence(float(now))
+    with pytest.raises(SilentRankError, match=r"rank 1 .* has sent no heartbeat"):
+        pulse._look_for_silence(199.0)

@@ -232,3 +232,5 @@ def test_what_a_task_has_no_use_for_is_refused(tmp_path: Path, tiny_model: Path)
     assert "max_length" in text
     assert "30" in text
     assert "128" in problems(valid_dataset__max_length=200, actor__mb_spec__max_tokens_per_mb=1000)
+    text = problems(task="dpo", actor__enable_tree_training=True, actor__disable_dropout=False)
+    assert "actor.disable_dropout: false is not allowed with actor.enable_tree_training" in text
