@@ -130,7 +130,11 @@ def test_a_compiler_that_is_there_must_build_the_native_kernels(copy: Path) -> N
     says = "error: command '/usr/bin/cc' failed with exit code 1: kernels/native/x.c"
     failed = run(["scripts/setup_venv.sh"], copy, CC="cc", PIP_CODE="1", PIP_SAYS=says)
     assert failed.returncode == 1
-    assert "The native kernels do not compile with cc; CC=" in failed.stderr
+    assert "The native kernels do not compile with cc (gcc 9 or later, or clang); CC=" in failed.stderr
+    assert "PEKOE_NATIVE=optional does without" in failed.stderr
+
+    assert run(["scripts/setup_venv.sh"], copy, CC="cc", PEKOE_NATIVE="optional").returncode == 0
+    assert (copy / "calls-compiler").read_text() == "cc,optional\n"
 
 
 def test_without_a_compiler_the_set_up_says_so_and_goes_on_until_there_is_one(copy: Path) -> None:
