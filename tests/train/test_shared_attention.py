@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pekoe.pipeline.train.engines import packed_attention
+from pekoe.pipeline.train.engines import packed_attention, shared_attention
 from pekoe.pipeline.train.engines.packed_attention import PackedSequences, flash_attention, sdpa_attention
 
 CPU = torch.device("cpu")
@@ -89,7 +89,9 @@ def attend(path, packed, query, key, value, window, monkeypatch):
         module.flash_attn_varlen_func = flash_stand_in
         monkeypatch.setitem(sys.modules, "flash_attn", module)
         return flash_attention(nn.Module(), query, key, value, None, sliding_window=window, packed_sequences=packed)[0]
-    if path == "masked":
+    if path == "expanded":
+        monkeypatch.setattr(shared_attention, "takes_mask_and_groups", lambda device_type: False)
+    if path in {"masked", "expanded"}:
         monkeypatch.setattr(
             packed_attention,
             "attend_merged",
@@ -100,7 +102,7 @@ def attend(path, packed, query, key, value, window, monkeypatch):
     return sdpa_attention(nn.Module(), query, key, value, None, sliding_window=window, packed_sequences=packed)[0]
 
 
-@pytest.mark.parametrize("path", ["merged", "masked", "flash"])
+@pytest.mark.parametrize("path", ["merged", "masked", "expanded", "flash"])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
 def test_each_sequence_is_as_by_itself(path, window, runs, monkeypatch):
@@ -117,6 +119,24 @@ def test_each_sequence_is_as_by_itself(path, window, runs, monkeypatch):
     expected = wanted_gradients(query, key, value, whole, window, weight)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("device", "heads"), [("meta", HEADS), ("cpu", GROUPS)])
+@pytest.mark.parametrize("shares", [True, False])
+def test_on_accelerators_a_mask_comes_with_a_key_head_for_each_query_head(device, heads, shares, monkeypatch):
+    """No kernel of theirs that holds few scores takes a mask with fewer; on a CPU one does, in less memory."""
+    calls, real = [], shared_attention.scaled_dot_product_attention
+
+    def note(query, key, value, **options):
+        if options["attn_mask"] is not None:
+            calls.append((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return real(query, key, value, **options)
+
+    monkeypatch.setattr(shared_attention, "scaled_dot_product_attention", note)
+    packed = PackedSequences.of((0, 9, 15), torch.device(device), (0, 0) if shares else ())
+    query, key, value = (torch.empty(1, number, 15, SIZE, device=device) for number in (HEADS, GROUPS, GROUPS))
+    sdpa_attention(nn.Module(), query, key, value, None, sliding_window=4, packed_sequences=packed)
+    assert calls == [(heads, heads, heads != HEADS)] * 2
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])

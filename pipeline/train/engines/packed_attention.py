@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pekoe.kernels.packing.ragged import pack, unpack
-from pekoe.pipeline.train.engines.shared_attention import Run, attend_masked, attend_merged, bottom_right_mask
+from pekoe.pipeline.train.engines.shared_attention import Run, attend, attend_masked, attend_merged, bottom_right_mask
 
 NAMES = {"sdpa": "pekoe_packed_split", "flash": "pekoe_packed_varlen"}
 """`actor.fsdp.attention` -> name in transformers' registry, which treats names with `flash` or `sdpa` in them as its
@@ -173,18 +173,7 @@ def _attend_split(
     parts = zip(*(whole.split_with_sizes(lengths, dim=2) for whole in (query, key, value)), strict=True)
     for length, (own_query, own_key, own_value) in zip(lengths, parts, strict=True):
         mask = None if window is None else bottom_right_mask(length, length, window, query.device)
-        pieces.append(
-            scaled_dot_product_attention(
-                own_query,
-                own_key,
-                own_value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=True,
-            )
-        )
+        pieces.append(attend(own_query, own_key, own_value, mask, dropout, scaling))
     return torch.cat(pieces, dim=2)
 
 

@@ -65,19 +65,34 @@ def attend_masked(
                 own = (torch.cat([keys[first], own[0]], dim=2), torch.cat([values[first], own[1]], dim=2))
             plain = index == 0 and window is None
             mask = None if plain else bottom_right_mask(lengths[place], own[0].shape[2], window, query.device)
-            pieces.append(
-                scaled_dot_product_attention(
-                    queries[place],
-                    *own,
-                    attn_mask=mask,
-                    dropout_p=dropout,
-                    is_causal=plain,
-                    scale=scaling,
-                    enable_gqa=True,
-                )
-            )
+            pieces.append(attend(queries[place], *own, mask, dropout, scaling))
             place += 1
     return torch.cat(pieces, dim=2)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """`query` [1, H, T, D] to keys that `mask` [T, keys] shows, or causally where it is None."""
+    repeats = query.shape[1] // key.shape[1]
+    if mask is not None and repeats > 1 and not takes_mask_and_groups(query.device.type):
+        key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+
+
+def takes_mask_and_groups(device_type: str) -> bool:
+    """Whether a fused kernel takes a mask with fewer key-value heads than query heads. Without one all scores of a call
+    are held at once."""
+    return device_type == "cpu"
 
 
 def bottom_right_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
