@@ -74,24 +74,42 @@ def build_step(
     return TrainingStep(config, parts, num_steps)
 
 
-NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""What models' configurations call it."""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k", "moe_k")
+"""What models' configurations call them."""
 
 
 def token_work(config: RunConfig, engine: TrainEngine) -> TokenWork:
-    """Of the policy, by its configuration and its matrices; of experts those that a token goes to."""
+    """Of the policy, by its configuration and its matrices; of experts those that a token goes to. Of what the
+    configuration does not say nothing is counted, and all experts where it does not say how many a token goes to."""
     from transformers import AutoConfig
 
     facts: Any = AutoConfig.from_pretrained(config.actor.path).get_text_config()
-    experts = next((number for name in NUM_EXPERTS if (number := getattr(facts, name, None))), None)
-    share = facts.num_experts_per_tok / experts if experts else 1.0
+    facts.allow_global_per_layer_attribute_access = True  # where layers differ, what is said of all will do
+    experts, chosen = _number(facts, *EXPERTS), _number(facts, *EXPERTS_A_TOKEN)
+    share = min(1.0, chosen / experts) if experts and chosen else 1.0
     weights = 0.0
     for spec in engine.weight_specs():
         if len(spec.shape) > 1 and not any(part in spec.name for part in ("embed", "lm_head")):
             weights += math.prod(spec.shape) * (share if ".experts." in spec.name else 1.0)
-    head_size = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
+    width, heads = _number(facts, "hidden_size"), _number(facts, "num_attention_heads")
+    plain = _number(facts, "head_dim") or (width / heads if heads else 0.0)
+    parted = _number(facts, "qk_nope_head_dim") + _number(facts, "qk_rope_head_dim")
+    keys = parted if _number(facts, "qk_nope_head_dim") else plain
+    values = _number(facts, "v_head_dim") or plain
     return TokenWork(
-        per_token=2 * weights,
-        per_pair=4.0 * facts.num_hidden_layers * facts.num_attention_heads * head_size,
-        per_active=2.0 * facts.hidden_size * facts.vocab_size,
+        per_token=2 * weights or 1.0,
+        per_pair=2 * _number(facts, "num_hidden_layers") * heads * (keys + values),
+        per_active=2 * width * _number(facts, "vocab_size"),
     )
+
+
+def _number(facts: Any, *names: str) -> float:
+    """What the first of these names says that says a number above 0, the mean of a list of layers; 0 where none
+    does."""
+    for name in names:
+        said = getattr(facts, name, None)
+        numbers = [one for one in (said if isinstance(said, list | tuple) else [said]) if isinstance(one, int | float)]
+        if sum(numbers) > 0:
+            return sum(numbers) / len(numbers)
+    return 0.0
