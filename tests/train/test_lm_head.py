@@ -16,6 +16,7 @@ from pekoe.pipeline.algorithm.token_logprobs import token_logprobs
 from pekoe.pipeline.config.actor import ActorConfig, FsdpConfig
 from pekoe.pipeline.config.optimizer import OptimizerConfig
 from pekoe.pipeline.devices.cpu_device import CpuDevice
+from pekoe.pipeline.train.engines import fsdp_engine
 from pekoe.pipeline.train.engines.fsdp_engine import FsdpEngine
 from pekoe.pipeline.train.engines.isolation import pack_tokens
 
@@ -167,6 +168,22 @@ def test_large_logits_in_half_precision_are_rounded_and_not_another_models(folde
     model.lm_head.weight.data *= 60
     model.save_pretrained(tmp_path)
     assert not build(tmp_path, "bfloat16")._head.by_logits
+
+
+def test_on_accelerators_sharing_without_checkpointing_is_warned_of_once(folder, monkeypatch, caplog):
+    """They copy prompts where a processor merges; these engines run on one."""
+
+    def warnings(**options):
+        caplog.clear()
+        config = ActorConfig(path=str(folder / "llama"), optimizer=OptimizerConfig(lr=0.0), **options)
+        FsdpEngine(config, token_logprobs=token_logprobs, share_prefixes=True, device=CpuDevice(), seed=1)
+        return [record.getMessage() for record in caplog.records if "prefix sharing" in record.getMessage()]
+
+    assert warnings() == []
+    monkeypatch.setattr(fsdp_engine, "merges", lambda device_type: False)
+    (said,) = warnings()
+    assert "actor.gradient_checkpointing" in said
+    assert warnings(gradient_checkpointing=True) == []
 
 
 class LargestTensor(TorchDispatchMode):

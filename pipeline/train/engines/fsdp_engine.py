@@ -34,6 +34,7 @@ from pekoe.pipeline.train.engines.lm_head import LmHead
 from pekoe.pipeline.train.engines.sharded_files import read_sharded
 from pekoe.pipeline.train.engines.sharded_model import Head, build_model, tied_names
 from pekoe.pipeline.train.engines.sharded_optimizer import build_optimizer, clip, gradient_norm
+from pekoe.pipeline.train.engines.shared_attention import merges
 from pekoe.pipeline.train.engines.shared_prefix import shared_layout
 from pekoe.pipeline.train.engines.staged_shards import StagedShards, save_group
 from pekoe.pipeline.train.engines.token_layout import Layout, plain_layout
@@ -100,6 +101,13 @@ class FsdpEngine:
         check_isolation(self._probe, vocab_size, getattr(torch, config.dtype), seed)
         if share_prefixes:
             check_sharing(self._probe, vocab_size, getattr(torch, config.dtype), seed)
+            copies = trainable and not config.gradient_checkpointing and not merges(self.device.type)
+            if copies and self.data_parallel_rank == 0:
+                logger.warning(
+                    "%s: on %s prefix sharing keeps a prompt's keys and values for backward once for each response and "
+                    "layer, which max_tokens_per_mb does not count; %s.gradient_checkpointing keeps one layer's at a time",
+                    *(section, self.device.type, section),
+                )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -21,7 +21,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pekoe.kernels.packing.ragged import pack, unpack
-from pekoe.pipeline.train.engines.shared_attention import Run, attend, attend_masked, attend_merged, bottom_right_mask
+from pekoe.pipeline.train.engines.shared_attention import (
+    Run,
+    attend,
+    attend_masked,
+    attend_merged,
+    bottom_right_mask,
+    merges,
+)
 
 NAMES = {"sdpa": "pekoe_packed_split", "flash": "pekoe_packed_varlen"}
 """`actor.fsdp.attention` -> name in transformers' registry, which treats names with `flash` or `sdpa` in them as its
@@ -147,7 +154,7 @@ def sdpa_attention(
     window = sliding_window if sliding_window is not None and packed.max_keys > sliding_window else None
     if packed.shares:
         alike = query.shape[-1] == value.shape[-1]
-        if window is None and not dropout and alike and query.device.type == "cpu":
+        if window is None and not dropout and alike and merges(query.device.type):
             out = attend_merged(packed.runs, query, key, value, scaling)
         else:
             out = attend_masked(packed.runs, query, key, value, dropout, scaling, window)

@@ -43,6 +43,12 @@ def attend_merged(runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor
     return out
 
 
+def merges(device_type: str) -> bool:
+    """Whether `attend_merged` runs there. Elsewhere a prompt's keys and values are copied for each of its responses,
+    and backward keeps the copies."""
+    return device_type == "cpu"
+
+
 def attend_masked(
     runs: Sequence[Run],
     query: Tensor,
