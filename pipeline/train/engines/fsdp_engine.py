@@ -105,7 +105,7 @@ class FsdpEngine:
             if copies and self.data_parallel_rank == 0:
                 logger.warning(
                     "%s: on %s prefix sharing keeps a prompt's keys and values for backward once for each response and "
-                    "layer, which max_tokens_per_mb does not count; %s.gradient_checkpointing keeps one layer's at a time",
+                    "layer, not counted by max_tokens_per_mb; with %s.gradient_checkpointing one layer's at a time",
                     *(section, self.device.type, section),
                 )
 
